@@ -3,47 +3,69 @@ runs."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from functools import partialmethod
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-app = typer.Typer(
+# the commands by what a user wants, in the order of the help
+GROUPS = {
+    "Look": ("ls", "which", "inspect", "report", "proof", "advise"),
+    "Check": ("doctor", "verify", "scrub", "diff", "drill"),
+    "Change": ("prune", "convert", "merge", "export-hf", "flush"),
+    "Run": ("run", "plugin-path"),
+}
+
+
+def _without_types_of_flags(parameters: Any) -> Any:
+    """Returns the parameters of a help. A flag takes no value, so none is shown."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+class _Command(TyperCommand):
+    """Shows the docstring of a command in paragraphs, in its group."""
+
+    def __init__(self, name: str | None, *, help: str | None = None, **settings: Any):
+        settings["rich_help_panel"] = next(
+            (group for group, names in GROUPS.items() if name in names), None
+        )
+        super().__init__(name, help=re.sub(r"(?<!\n)\n(?!\n)", " ", help or ""), **settings)
+
+    def get_params(self, ctx: Any) -> Any:
+        return _without_types_of_flags(super().get_params(ctx))
+
+
+class _Commands(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for names in GROUPS.values() for name in names if name in self.commands]
+
+    def get_params(self, ctx: Any) -> Any:
+        return _without_types_of_flags(super().get_params(ctx))
+
+
+class _CommandLine(typer.Typer):
+    command = partialmethod(typer.Typer.command, cls=_Command)  # type: ignore[assignment]
+
+
+app = _CommandLine(
     name="mindresume",
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Lists, checks, converts and removes checkpoints, and reports on trainings.\n\n"
-    "[bold]mindresume doctor --config my.yaml[/bold]  examines this machine and a configuration\n\n"
-    "[bold]mindresume ls output/checkpoint[/bold]      every saved step, complete or not\n\n"
-    "[bold]mindresume which output/checkpoint[/bold]   the checkpoint that a resume would take, "
-    "and why nothing newer\n\n"
-    "[bold]mindresume verify output/checkpoint[/bold]  reads every byte and names what is "
-    "damaged\n\n"
-    "[bold]mindresume scrub output/checkpoint[/bold]   re-reads what is kept, names what rotted, "
-    "and can repair it\n\n"
-    "[bold]mindresume report output[/bold]             one page: loss, failures, lost steps, "
-    "goodput, timeline\n\n"
-    "[bold]mindresume run -- COMMAND...[/bold]            starts a training, and again when a rank "
-    "died or hangs\n\n"
-    "[bold]mindresume advise output[/bold]             how often to save, from the measured costs "
-    "and failures\n\n"
-    "[bold]mindresume proof output[/bold]              what proves that each resume was exact\n\n"
-    "[bold]mindresume prune output/checkpoint --keep-last 3[/bold]  removes older checkpoints; "
-    "--dry-run only shows them\n\n"
-    "[bold]mindresume drill --dir /shared[/bold]       tests on your file system that no crash "
-    "loses a checkpoint\n\n"
-    "[bold]mindresume convert output/checkpoint new --to dp=4[/bold]  cuts a checkpoint for "
-    "another parallel strategy\n\n"
-    "[bold]mindresume merge output/checkpoint merged[/bold]  merges the slices of all ranks\n\n"
-    "[bold]mindresume export-hf output/checkpoint hf --config config.json[/bold]  writes a Hugging "
-    "Face folder\n\n"
-    "[bold]mindresume inspect output/checkpoint[/bold]  every tensor: global shape, layout, which "
-    "rank stores what\n\n"
-    "[bold]mindresume diff output/checkpoint merged[/bold]  compares two checkpoints of any "
-    "layout, bit by bit\n\n"
-    "Folders that mindformers alone wrote are supported too. --json prints one JSON document for "
-    "programs.",
+    help="Lists, checks, converts and removes checkpoints, reports on trainings, restarts jobs.\n\n"
+    "[bold]mindresume doctor --config my.yaml[/bold]    can a training start here?\n"
+    "[bold]mindresume run -- COMMAND...[/bold]          starts it, and again when a rank fails\n"
+    "[bold]mindresume which output/checkpoint[/bold]    what a resume would take, and why\n"
+    "[bold]mindresume report output[/bold]              one page: loss, failures, goodput\n\n"
+    "`mindresume COMMAND --help` explains one; --json prints one JSON document for programs. "
+    "Folders that mindformers alone wrote are supported too.",
 )
 
 

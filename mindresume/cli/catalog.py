@@ -43,7 +43,7 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
     """Lists every saved step, newest first, complete or not, with its problems.
 
     It checks names, records and sizes; `verify` checks the contents. It takes no lock and disturbs
-    no job: `watch mindresume ls DIR` repeats it.
+    no job: `watch mindresume ls DIR` follows one. A narrow terminal shows fewer columns.
     """
     from mindresume.api import catalog
 
@@ -139,9 +139,11 @@ def which(
     """Prints the checkpoint that a resume would take, and why it would refuse each newer one.
 
     It selects as a job does at its start, for all ranks at once, and checks every byte of the
-    chosen checkpoint. On one of several nodes that share no disk: the newest step of which this
-    node's part is complete. Exit status: 0 there is one, 3 there is none (a resume would start
-    afresh, or stop with an error).
+    chosen checkpoint. Nodes that share no disk: it prints the newest step of which this node's part
+    is complete.
+
+    Exit status: 0 there is one, 3 there is none (a resume would start afresh, or stop with an
+    error).
     """
     from mindresume.api import catalog
 
@@ -216,8 +218,9 @@ def verify(
     """Reads every byte of every checkpoint and names the damaged file and tensor.
 
     What mindformers wrote has no checksums: its headers, sizes and counters are checked, and the
-    output says so. What a job removes while it is read is no damage. Under msrun, mpirun or srun,
-    each process reads a share of the files and prints what it found there.
+    output says so. Checkpoints that a job removes meanwhile are not reported as damaged. Under
+    msrun, mpirun or srun, each process reads a share of the files and prints what it found there.
+
     Exit status: 0 everything is as written, 1 something is damaged, missing or cannot be read, 3
     there is no checkpoint.
     """

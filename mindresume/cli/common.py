@@ -29,8 +29,8 @@ Folder = Annotated[
     str,
     typer.Argument(
         metavar="DIR",
-        help="The checkpoint folder (which contains the rank folders; or the output folder or run "
-        "folder above it), a rank folder, or one file.",
+        help="The checkpoint folder (with rank_0 ... or iteration_... in it), the output folder or "
+        "run folder above it, a rank folder, or one file.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
@@ -47,8 +47,8 @@ OnlyFormats = Annotated[
     list[str] | None,
     typer.Option(
         "--format",
-        metavar="safetensors|ckpt|iteration",
-        help="Only this format (iteration: Checkpoint 2.0).",
+        metavar="NAME",
+        help="Only this format: safetensors, ckpt, or iteration (Checkpoint 2.0).",
     ),
 ]
 CORES = os.cpu_count() or 1
@@ -59,6 +59,7 @@ Jobs = Annotated[
         min=1,
         max=1024,
         metavar="N",
+        show_default=False,
         help="Number of processes. Default: one for each core.",
     ),
 ]
@@ -73,8 +74,7 @@ WorldSize = Annotated[
         min=1,
         max=MAX_RANKS,
         metavar="N",
-        help="Ranks of the job that would resume. Default: as the manifest says, else the strategy "
-        "folder beside it, else the number of rank folders.",
+        help="Ranks of the job that would resume. Default: as many as saved.",
     ),
 ]
 
@@ -281,8 +281,8 @@ Timeout = Annotated[
         "--timeout",
         min=1.0,
         metavar="SECONDS",
-        help="Under msrun, mpirun or srun, which start several processes that share the work: an "
-        "error, if one of them gives no sign for so long.",
+        help="Where msrun, mpirun or srun let several processes share the work: give up after "
+        "so long without a sign of one of them.",
     ),
 ]
 Part = Annotated[
@@ -290,8 +290,8 @@ Part = Annotated[
     typer.Option(
         "--part",
         metavar="K/N",
-        help="Take only the K-th of N shares of the files, and do not "
-        "wait for the others. Under msrun, mpirun or srun each process takes one by itself.",
+        help="Do only the K-th of N shares of the files, and do not wait for the others. Under "
+        "msrun, mpirun or srun each process takes its own share without this option.",
     ),
 ]
 TIMEOUT = 1800.0

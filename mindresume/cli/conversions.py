@@ -28,18 +28,15 @@ if TYPE_CHECKING:
     from mindresume.api.conversion import ConversionResult
 
 MAX_WORKERS = 256  # no disk is faster with more threads or processes
-ENGINES = ("auto", "direct", "mindspore")
-FORMATS = ("safetensors", "ckpt", "iteration")
-DTYPES = ("bfloat16", "float32", "keep")
 
 Engine = Annotated[
     str,
     typer.Option(
         "--engine",
-        metavar="|".join(ENGINES),
-        help="direct reads only the bytes that are needed "
-        "and compares them with recorded checksums; mindspore calls "
-        "mindspore.transform_checkpoints. auto: mindspore for ckpt sources, where it can.",
+        metavar="NAME",
+        help="auto, direct or mindspore. direct reads only the bytes that are needed and compares "
+        "them with recorded checksums; mindspore calls mindspore.transform_checkpoints; auto takes "
+        "mindspore for ckpt sources, where it can.",
     ),
 ]
 
@@ -85,7 +82,7 @@ def _shared(
             min=1,
             max=MAX_WORKERS,
             metavar="N",
-            help="Threads of the direct engine, processes of the other one.",
+            help="Threads of the direct engine, processes of the mindspore engine.",
         ),
     ] = 2,
     memory: Annotated[
@@ -93,8 +90,8 @@ def _shared(
         typer.Option(
             "--memory-limit",
             metavar="SIZE",
-            help="Most memory for buffers of the direct "
-            "engine, such as 64MiB or 4GiB; default: 12 MiB per worker.",
+            help="Most memory for buffers of the direct engine, such as 64MiB or 4GiB. Default: "
+            "12 MiB per worker.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -149,18 +146,18 @@ def convert(
         str,
         typer.Option(
             "--to",
-            metavar="STRATEGY|PLAN",
-            help="The new layout: a strategy file or folder "
-            "(mindformers with only_save_strategy: True writes one), or a plan "
-            'such as "dp=2,tp=4,pp=2,opt=2" (opt=all: as many shards as replicas).',
+            metavar="LAYOUT",
+            help='The new layout: a plan such as "dp=2,tp=4,pp=2,opt=2" (opt=all: as many shards '
+            "as replicas), or a strategy file or folder (mindformers with only_save_strategy: True "
+            "writes one).",
         ),
     ] = "same",
     fmt: Annotated[
         str | None,
         typer.Option(
             "--format",
-            metavar="|".join(FORMATS),
-            help="safetensors and ckpt: rank folders (Checkpoint 1.0) with such files; iteration: "
+            metavar="NAME",
+            help="safetensors or ckpt: rank folders (Checkpoint 1.0) with such files; iteration: "
             "an iteration folder (Checkpoint 2.0, always safetensors). Default: as SRC.",
         ),
     ] = None,
@@ -255,8 +252,9 @@ def export_hf(
         str,
         typer.Option(
             "--dtype",
-            metavar="|".join(DTYPES),
-            help="Dtype of the weights in DST. float32 is rounded to the nearest bfloat16.",
+            metavar="NAME",
+            help="Dtype of the weights in DST: bfloat16, float32 or keep. float32 is rounded to "
+            "the nearest bfloat16.",
         ),
     ] = "keep",
     max_size: Annotated[

@@ -305,8 +305,9 @@ def diff(
 
     Bits are compared: 0.0 and -0.0 differ, two identical NaN do not. A relative difference refers
     to the larger value. Every byte of both is read once; if several ranks store the same slice,
-    that of one rank. Recorded checksums are ignored (`verify` checks
-    them). Exit status: 0 equal, or all within --tolerance; 1 different; 2 an error.
+    that of one rank. Recorded checksums are ignored (`verify` checks them).
+
+    Exit status: 0 equal, or all within --tolerance; 1 different; 2 an error.
     """
     from mindresume.api import inspection
 

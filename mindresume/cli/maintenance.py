@@ -35,8 +35,8 @@ Root = Annotated[
     str,
     typer.Argument(
         metavar="DIR",
-        help="The checkpoint folder (which contains the rank folders; or the output "
-        "folder or run folder above it).",
+        help="The checkpoint folder (with rank_0 ... or iteration_... in it), or the output folder "
+        "or run folder above it.",
     ),
 ]
 
@@ -93,6 +93,8 @@ def prune(
     ] = False,
 ) -> None:
     """Removes the checkpoints that no --keep option keeps, and saves that never completed.
+
+    [bold]mindresume prune output/checkpoint --keep-last 3 --dry-run[/bold]      only shows it
 
     At least one --keep option is needed; a checkpoint stays if any of them keeps it. If several
     trainings started afresh in the folder, only the checkpoints of the one that saved last are
@@ -195,8 +197,9 @@ def flush(folder: Folder, json: AsJson = False) -> None:
     """Writes the newest save in memory of this node to disk, if the disk is older.
 
     For a training with memory_tier that has ended and is not started again on this node. Every byte
-    is verified first. On several nodes call it on each; the last one completes the checkpoint. Exit
-    status: 0 the disk is up to date, 3 there is nothing in memory of this node.
+    is verified first. On several nodes call it on each; the last one completes the checkpoint.
+
+    Exit status: 0 the disk is up to date, 3 there is nothing in memory of this node.
     """
     from mindresume.api import maintenance
 
@@ -238,8 +241,8 @@ def scrub(
         bool,
         typer.Option(
             "--repair",
-            help="Replace damaged files by intact copies: of the same tensors on "
-            "other ranks, or from --remote.",
+            help="Replace damaged files by intact copies: of the same tensors on other ranks, or "
+            "from --remote.",
         ),
     ] = False,
     remote: Annotated[
@@ -261,13 +264,16 @@ def scrub(
         ),
     ] = 0.0,
 ) -> None:
-    """Re-reads every kept checkpoint from the disk, names what rotted by file and tensor, and can
-    repair it.
+    """Re-reads every kept checkpoint from the disk, names damaged files and tensors, and can repair
+    them.
 
-    What stays damaged is recorded beside the checkpoint: resumes, `which`, `ls` and the report
-    refuse it from then on without a new reading, until its files are replaced. `verify` reads the
-    same and writes nothing. A running job is not disturbed: what it is writing is left out, and it
-    removes nothing that is being read. docs/scrub.md has the details.
+    [bold]mindresume scrub output/checkpoint --rate 200 --repair[/bold]
+
+    A checkpoint that stays damaged is marked: no resume takes it, and `which`, `ls` and the report
+    name it, until its files are replaced. `verify` reads the same and writes nothing. A running job
+    is not disturbed: what it is writing is left out, and it removes nothing that is being read.
+    docs/scrub.md has the details.
+
     Exit status: 0 all is as written or repaired, 1 damage is left or files cannot be read, 3 there
     is no checkpoint.
     """

@@ -22,8 +22,8 @@ Output = Annotated[
     str,
     typer.Argument(
         metavar="OUTPUT_DIR",
-        help="The output folder of the training, with its logs, event "
-        "files and checkpoint folder (or the folder above it, or the checkpoint folder).",
+        help="The output folder of the training, with its logs, event files and checkpoint folder "
+        "(or the folder above it, or the checkpoint folder).",
     ),
 ]
 Logs = Annotated[
@@ -31,8 +31,8 @@ Logs = Annotated[
     typer.Option(
         "--logs",
         metavar="DIR",
-        help="Another folder with logs or event files: "
-        "LOG_MF_PATH, or LOG_DIR of msrun_launcher.sh. May be given several times.",
+        help="Another folder with logs or event files: LOG_MF_PATH, or LOG_DIR of "
+        "msrun_launcher.sh (repeat for more).",
     ),
 ]
 
@@ -120,8 +120,9 @@ def advise(folder: Output, json: AsJson = False, logs: Logs = None) -> None:
 
     It reads what `report` reads: how long the training stopped for a save, how long a save took,
     the steps and the failures. The interval is that of Young and Daly; below five failures nothing
-    is proposed. Nothing is written. docs/advice.md explains the numbers. Exit status: 0; 2 if too
-    little was measured.
+    is proposed. Nothing is written. docs/advice.md explains the numbers.
+
+    Exit status: 0; 2 if too little was measured.
     """
     from mindresume.report.advice import advise as advise_on
     from mindresume.report.advice import lines_of
@@ -144,8 +145,9 @@ def proof(folder: Output, json: AsJson = False, logs: Logs = None) -> None:
 
     At the first step the weights are compared with what was loaded, and each step that a run trains
     for the second time with what the run before it recorded: samples, batch, learning rate, loss
-    scale and loss. docs/reliability.md explains what a difference means. Nothing is written. Exit
-    status: 0; 1 if a resume differs; 3 if there was no resume.
+    scale and loss. docs/reliability.md explains what a difference means. Nothing is written.
+
+    Exit status: 0; 1 if a resume differs; 3 if there was no resume.
     """
     from mindresume.report.builder import DIFFERS, folders_of, proofs_in
 

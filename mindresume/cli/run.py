@@ -36,8 +36,8 @@ def run(
         list[str],
         typer.Argument(
             metavar="COMMAND",
-            help="What to start: msrun, "
-            "scripts/msrun_launcher.sh or any other command, with its arguments.",
+            help="What to start: msrun, scripts/msrun_launcher.sh or any other command, with its "
+            "arguments.",
         ),
     ],
     max_restarts: Annotated[
@@ -73,8 +73,8 @@ def run(
         _in_seconds(
             "--kill-after",
             _END,
-            "Seconds between SIGTERM and SIGKILL after a rank has died or hangs. The "
-            "others wait for it in a collective and cannot handle SIGTERM.",
+            "Seconds between SIGTERM and SIGKILL after a rank has died or hangs. The others wait "
+            "for it in a collective and cannot handle SIGTERM.",
         ),
     ] = 1.0,
     save_timeout: Annotated[
@@ -98,7 +98,7 @@ def run(
         _in_seconds(
             "--stuck",
             _END,
-            "Seconds after SIGKILL until a process is named and left behind. "
+            "Seconds after SIGKILL until a process that does not end is named and left behind. "
             "Default: MSRUN_STUCK, else 60.",
             show_default=False,
         ),
@@ -140,8 +140,8 @@ def run(
             min=1,
             metavar="S",
             rich_help_panel=_NODES,
-            help="Seconds for which a node is waited for, at a start and while it is not "
-            "heard of. NFS can show its files a minute late.",
+            help="Seconds to wait for a node, at a start and while nothing is heard of it. NFS can "
+            "show its files a minute late.",
         ),
     ] = 600,
     min_nodes: Annotated[
@@ -152,8 +152,8 @@ def run(
             metavar="M",
             rich_help_panel=_NODES,
             show_default=False,
-            help="Go on with as many nodes if others do not come "
-            "back; needs placeholders in COMMAND. Default: all nodes.",
+            help="Go on with as few as M nodes if others do not come back; needs placeholders in "
+            "COMMAND. Default: all nodes.",
         ),
     ] = None,
     local_workers: Annotated[
@@ -192,8 +192,8 @@ def run(
             "--keep-logs",
             min=0,
             metavar="N",
-            help="Starts whose logs are kept, in the folder earlier/ beside the logs of "
-            "msrun, which each start overwrites. 0: none.",
+            help="Keep the logs of so many earlier starts, in the folder earlier/ beside the logs "
+            "of msrun, which each start overwrites. 0: none.",
         ),
     ] = 5,
     standby: Annotated[
@@ -208,8 +208,8 @@ def run(
         bool,
         typer.Option(
             "--json",
-            help="Print what happens as JSON lines on standard output; the command "
-            "prints to standard error.",
+            help="Print what happens as JSON lines on standard output; the command prints to "
+            "standard error.",
         ),
     ] = False,
 ) -> None:
@@ -218,10 +218,8 @@ def run(
     [bold]mindresume run -- bash scripts/msrun_launcher.sh
     "run_mindformer.py --config qwen3.yaml" 8[/bold]
 
-    [bold]mindresume run --max-restarts 3 --hang-timeout 600 --
-    msrun --worker_num=8 ... run_mindformer.py ...[/bold]
-
-    [bold]MSRUN_RESTARTS=5 bash scripts/msrun_launcher.sh "run_mindformer.py ..." 8[/bold]
+    [bold]mindresume run --hang-timeout 600 -- msrun --worker_num=8 ... run_mindformer.py ...
+    --register_path "$(mindresume plugin-path)"[/bold]
 
     The command must be one that resumes when it is started again (load_checkpoint and
     resume_training, or a fresh start in the folder that it saves to).
@@ -229,8 +227,8 @@ def run(
     A dead rank is noticed at once, by its process; a hang by the heartbeats that mindresume writes
     in each rank: the stacks of all ranks are then written beside the event file. Everything that is
     left of the job is ended, and the command starts again: at once if the job had made progress,
-    else after 1, 2, 4 ... 60 seconds. A job that makes no progress is given up with a page that
-    says what each start did and died of.
+    else after 1, 2, 4 ... 60 seconds. A job that makes no progress is given up, and the log says
+    what each start did and died of.
 
     With several nodes, --rendezvous makes all of them start, end and restart together. COMMAND may
     contain {nodes}, {node_rank}, {workers} and {master_addr}: the numbers of the nodes that take
@@ -240,11 +238,10 @@ def run(
     bash scripts/msrun_launcher.sh "run_mindformer.py ..." {workers} 8 {master_addr} 8118
     {node_rank} output/msrun_log False 7200[/bold]
 
-    It is not started again after status 0; status 2 (a wrong argument or setting), 65 (other
-    weights than the loaded ones) or 66 (a step that was trained again differs); SIGTERM, which
-    reaches the ranks, so that they save (status 143); Ctrl-C (130). If a job that failed or was
-    stopped is not started again, and memory of this node has a newer save than the disk
-    (memory_tier), that is written to disk.
+    No restart follows status 0 (the training is done), 2 (a wrong argument or setting), 65 (the
+    weights are not those that were loaded) or 66 (a step that was trained again differs), SIGTERM
+    (the ranks save; status 143) or Ctrl-C (130). If memory of this node then has a newer save than
+    the disk (memory_tier), it is written to disk.
 
     Exit status: the job's, 128 + N if signal N ended it, 124 after a hang.
     """

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -17,6 +18,8 @@ from rank_folders import flip_bit, path_of, save, write_foreign
 from saving.memory_tier.test_tier import Training
 
 import mindresume
+from mindresume import cli
+from scripts.make_docs.commands import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -204,3 +207,26 @@ print("LOADED", sorted(set(sys.modules) & {HEAVY}))
 @pytest.mark.parametrize("arguments", [("--remote", "s3://bucket/x"), ("--rate", "-1"), ()])
 def test_a_scrub_that_is_refused_or_finds_nothing(tmp_path, call, arguments):
     assert call("scrub", tmp_path, *arguments)[0] == (2 if arguments else 3)
+
+
+# ---- help ----------------------------------------------------------------------------------------
+
+
+def test_the_help_lists_every_command_in_one_group(call):
+    grouped = [name for names in cli.GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(name for name, _ in commands())
+    out = call("--help")[1]
+    assert [*map(out.index, cli.GROUPS)] == sorted(map(out.index, cli.GROUPS))
+
+
+@pytest.mark.parametrize("name", [name for names in cli.GROUPS.values() for name in names])
+def test_a_help_fills_its_lines_and_gives_flags_no_value(call, monkeypatch, name):
+    """The breaks of a docstring are those of the source."""
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 2000)
+    out = call(name, "--help")[1]
+    paragraphs = dict(commands())[name].__doc__.split("\n\n")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    for paragraph in paragraphs:
+        text = re.sub(r"\[/?bold\]", "", " ".join(paragraph.split()))
+        assert text in lines or not text
+    assert "<bool>" not in out
