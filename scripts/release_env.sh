@@ -42,7 +42,7 @@ PACKAGES=("mindformers==$RELEASE" "mindspore==$MINDSPORE")
 STAMP="$OTHER/.complete-$(echo "${PACKAGES[*]} $("$PYTHON" --version)" | cksum | tr ' ' '-')"
 if [ ! -e "$STAMP" ]; then
     free=$(df --output=avail -B1M "$ROOT" | tail -1)
-    [ "$free" -ge 4000 ] || { echo "$ROOT has $free MB free; making $OTHER needs 4000 MB (0.7 GB afterwards)" >&2; exit 1; }
+    [ "$free" -ge 4000 ] || { echo "$ROOT has $free MB free; making $OTHER needs 4000 MB (0.6 GB afterwards)" >&2; exit 1; }
     echo "== making $OTHER (${PACKAGES[*]})" >&2
     "$PYTHON" -m venv --clear --without-pip "$OTHER"            # also clears what an interrupted call left
     quietly "$PYTHON" -m pip --python "$OTHER/bin/python" install --quiet --disable-pip-version-check --no-compile --no-deps \

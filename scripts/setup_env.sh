@@ -23,7 +23,7 @@ if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then              # missing, or
 fi
 STAMP="$VENV/.mindresume-$(cat "$ROOT/pyproject.toml" "$ROOT/mindresume/__init__.py" | cksum | tr ' ' '-')"
 if [ ! -e "$STAMP" ]; then
-    echo "== installing mindformers, mindspore and mindresume into .venv (about 1.5 GB, 5 to 10 minutes the first time)"
+    echo "== installing mindformers, mindspore and mindresume into .venv (about 4 GB, 5 to 10 minutes the first time)"
     quietly "$PYTHON" -m pip install --quiet --disable-pip-version-check "setuptools>=77,<81" wheel || exit 1
     # --no-compile: many modules are never imported; the others are compiled at their first import
     quietly "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile --no-build-isolation \

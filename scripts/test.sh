@@ -7,7 +7,7 @@
 #   FAST=1 bash scripts/test.sh            without st/
 #   RELEASES=1.9.0 bash scripts/test.sh    these releases of mindformers only (default: all, 0.6 GB each)
 #
-# A first run writes at most 9 GB, the environments included.
+# A first run needs 16 GB: 6 GB of environments, and what the tests write.
 #
 # Random examples are the same in each run, so that a new failure comes from a change; plain pytest draws new ones. The exception
 # is one schedule of each scenario of the simulation: a failure prints it, and MINDRESUME_FIRST_SEED=N runs the same schedules

@@ -2,7 +2,7 @@
 Chromium.
 
     python -m st.screenshots               docs/images/report.png (light, English), report_dark.png (dark, Chinese), and of
-                                           the first one only the loss: loss.png
+                                           only the loss, in both languages: loss.png, loss.zh.png
 
 The recording (st/data/recorded_training) is of a real training of one process under ``mindresume
 run``, with a save to memory every 4 steps and to disk every 20: killed three times, the second time
@@ -39,7 +39,8 @@ def make_page(folder: Path) -> Path:
 
 def take(page: Path, images: Path) -> list[Path]:
     """Writes the pictures, and returns their paths."""
-    light, dark, loss = images / "report.png", images / "report_dark.png", images / "loss.png"
+    light, dark = images / "report.png", images / "report_dark.png"
+    loss, loss_zh = images / "loss.png", images / "loss.zh.png"
     browser = Browser()
     try:
         browser.open(page, width=1140, height=1060)
@@ -47,13 +48,15 @@ def take(page: Path, images: Path) -> list[Path]:
         browser.screenshot(light)
         browser.mouse("Moved", (5, 5))
         browser.screenshot(loss, "#charts section")
+        browser.open(page, "zh-CN", width=1140, height=1060)
+        browser.screenshot(loss_zh, "#charts section")
         browser.open(page, "zh-CN", dark=True, width=1140, height=1035)
         browser.drag("loss", 92, 128)
         browser.point_at("timeline", 36, 0.82)
         browser.screenshot(dark)
     finally:
         browser.close()
-    return [light, dark, loss]
+    return [light, dark, loss, loss_zh]
 
 
 def main() -> None:
