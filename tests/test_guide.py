@@ -194,6 +194,10 @@ def test_the_guide_builds_in_both_languages_without_warnings_and_without_a_netwo
         index["config"]["lang"] == ["en", "zh"] and {"settings.html", "zh/settings.html"} <= places
     )
     assert (site / "assets/javascripts/lunr/min/lunr.zh.min.js").is_file()
+    # what the search reads when the site is opened as files
+    of_files = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    assert json.loads(of_files.removeprefix("var __index = ")) == index
+    assert "../javascripts/iframe-worker.js" in found[site / "zh" / "index.html"].loads
 
 
 @pytest.mark.parametrize("name", ["api_reference.md", "api_reference.zh.md"])

@@ -90,6 +90,7 @@ COVERED = (
         ("quickstart_qwen3.yaml", "cpu_cluster/run.py", "run_mindformer.py"),
     ),
     (r"mindresume run .*-- +(bash|msrun) ", "st/test_supervisor.py", ("mindresume", "run")),
+    (r"mindresume doctor --config ", "tests/cli/test_doctor.py", ("doctor", "--config")),
     (r"mindresume export-hf ", "tests/cli/test_export_hf.py", ("export-hf",)),
     (r"mindresume scrub .*--remote ", "tests/cli/test_cli.py", ("--remote",)),
     (r"python -m sim .*--seeds", "tests/simulation/test_command.py", ("--seeds", "--first-seed")),

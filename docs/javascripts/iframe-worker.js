@@ -16,13 +16,13 @@ if (location.protocol === "file:") {
           Object.assign(script, { src, onload: resolve, onerror: reject });
           inside.document.body.append(script);
         });
-      inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
+      inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data: structuredClone(data) }));
       inside.importScripts = (...urls) => urls.reduce((before, each) => before.then(() => load(each)), Promise.resolve());
       this.ready = load(url);
     }
 
     postMessage(data) {
-      this.ready.then(() => this.inside.dispatchEvent(new MessageEvent("message", { data })));
+      this.ready.then(() => this.inside.dispatchEvent(new MessageEvent("message", { data: this.inside.structuredClone(data) })));
     }
   };
 }
