@@ -205,7 +205,7 @@ def two_attempts() -> Training:
     )
     training.steps(16.5, 6, 8)
     training.start(40).event(
-        41, ev.CandidateRefused(8, "the save never completed: no rank recorded what they wrote")
+        41, ev.CandidateRefused(8, "the save never completed: no rank recorded what it wrote")
     )
     training.resume(41, 5, RUNS[0]).run(42, RUNS[1]).loss(50, 6, 5.94, 8).steps(50, 7, 10).save(
         54.5, 10

@@ -227,13 +227,12 @@ class _Bar:
 
 
 def say_read(report: VerificationReport | ScrubReport) -> None:
-    """Prints how much was read, and how fast."""
+    """Prints how much was read, and how fast, if anything was."""
     rate = report.bytes_read / report.seconds if report.seconds else 0
-    say(
-        f"{size_text(report.bytes_read)} read in {report.seconds:.1f} s ({size_text(rate)}/s)"
-        if report.checkpoints
-        else f"{report.root}: no checkpoints"
-    )
+    if not report.checkpoints:
+        say(f"{report.root}: no checkpoints")
+    elif report.bytes_read:  # of what mindformers wrote, only headers are read
+        say(f"{size_text(report.bytes_read)} read in {report.seconds:.1f} s ({size_text(rate)}/s)")
 
 
 def print_table(

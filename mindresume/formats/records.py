@@ -358,10 +358,14 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
     certain = not named or bool(missing) and (not last or bool(gap))
     if problem is None and not complete:
         expected = len(local_ranks) or world
-        done = f"{expected - len(missing)} of {expected} ranks" if records else "no rank"
+        done = (
+            f"{expected - len(missing)} of {expected} ranks recorded what they wrote"
+            if records
+            else "no rank recorded what it wrote"
+        )
         problem = Refusal(
             step,
-            f"the save never completed: {done} recorded what they wrote"
+            f"the save never completed: {done}"
             + (f", missing: rank {listed(missing)}" if missing else "")
             + (f"; {gap}" if gap else ""),
             rank=missing[0] if missing else None,

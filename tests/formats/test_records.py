@@ -70,7 +70,7 @@ def test_folders_of_a_writer_killed_while_it_created_them_are_an_attempt(tmp_pat
     assert candidate.commit_dir == str(making(tmp_path, 10)) and candidate.iteration_dir == (
         "" if depth == 1 else f"{FOLDER}/{candidate.name}"
     )
-    assert candidate.problem.reason == "the save never completed: no rank recorded what they wrote"
+    assert candidate.problem.reason == "the save never completed: no rank recorded what it wrote"
 
 
 def test_late_records_of_an_unpublished_iteration_are_found_by_name(tmp_path):

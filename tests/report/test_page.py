@@ -88,7 +88,7 @@ def test_a_row_for_each_attempt_and_each_checkpoint(tmp_path):
     assert [row[0] for row in rows if row[-1] == "complete"] == ["10", "5"]
     assert text.count("<caption>") == text.count("<table>") == 6 and "3 of 13" in text
     for row in (
-        ["2", "8", "the save never completed: no rank recorded what they wrote"],
+        ["2", "8", "the save never completed: no rank recorded what it wrote"],
         ["1", "2", "disk", "30 s", "3 steps", ""],
         ["Total", "", "", "30 s", "3 steps", ""],
         ["", "Total", "34 s", "100 %", ""],

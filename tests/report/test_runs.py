@@ -51,9 +51,7 @@ def test_two_attempts():
     check(second.origin, step=5, run_id=RUNS[0], checkpoint="1 rank, every byte verified")
     check(
         second.origin,
-        refused=(
-            RefusedCheckpoint(8, "the save never completed: no rank recorded what they wrote"),
-        ),
+        refused=(RefusedCheckpoint(8, "the save never completed: no rank recorded what it wrote"),),
     )
     assert first.saves.disk == (Save(5, ZERO + 16.5, 0.5, 0.5, 13_000_000, is_committed=True),)
     assert list(second.losses.steps) == [6, 7, 8, 9, 10]

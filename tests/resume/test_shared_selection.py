@@ -102,7 +102,7 @@ def test_a_file_whose_record_was_never_written(saved):
     write_rank(saved, 20, 0, 1)
     shutil.rmtree(records_of(saved, 20))
     records_of(saved, 20).mkdir()
-    takes(saved, 15, (20, "the save never completed: no rank recorded what they wrote"))
+    takes(saved, 15, (20, "the save never completed: no rank recorded what it wrote"))
 
 
 def test_another_world_size(saved):
