@@ -11,6 +11,8 @@ _HIDDEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
 
+_CHECKSUM = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{24}\b")
+
 
 def shown(text: object, keep: str = "") -> str:
     r"""Returns ``text`` in a form that is safe to print: hidden characters, except those in
@@ -35,6 +37,12 @@ def size_text(size: float | None) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def with_short_checksums(text: str) -> str:
+    """Returns ``text`` with the first 8 digits of each checksum of 32: two that differ differ there
+    almost surely."""
+    return _CHECKSUM.sub(r"\1...", text)
 
 
 def shortened(text: str, most: int) -> str:

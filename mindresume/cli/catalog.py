@@ -51,6 +51,7 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
     if json:
         print_json(listing.to_json())
         return
+    from mindresume.coordination.lease import LOADING, REMOVING, SAVING, SCRUBBING
     from mindresume.formats import MINDFORMERS
     from mindresume.formatting import listed
 
@@ -65,13 +66,15 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
         say("run -: written by mindformers, without records")
     for note in listing.notes:
         say(note)
+    users = {SAVING: "training", LOADING: "reader", SCRUBBING: "scrub", REMOVING: "clean-up"}
+    states = {
+        True: "alive",
+        False: "dead, the next job takes over the folder",
+        None: "on another machine, see its heartbeat",
+    }
     for user in listing.in_use_by:
-        state = {
-            True: "alive",
-            False: "dead, the next job takes over the folder",
-            None: "on another machine, see its heartbeat",
-        }
-        say(f"{user.holder.purpose}: {user.holder}; {state[user.alive]}")
+        purpose = users.get(user.holder.purpose, user.holder.purpose)
+        say(f"in use by a {purpose}: {user.holder}; {states[user.alive]}")
 
 
 def _say_rows(listing: Listing, title: str, checkpoints: tuple[CheckpointInfo, ...]) -> None:
@@ -100,7 +103,8 @@ def _say_rows(listing: Listing, title: str, checkpoints: tuple[CheckpointInfo, .
         for row in checkpoints
     ]
     yellow = [i for i, row in enumerate(checkpoints) if row.problem or row.warnings]
-    print_table(rows, ("step", "epoch", "ranks", "size"), (), yellow)
+    dispensable = ("run", "format", "ranks", "epoch", "saved", "size")
+    print_table(rows, ("step", "epoch", "ranks", "size"), (), yellow, dispensable=dispensable)
     for row in checkpoints:
         if row.problem:
             file = os.path.relpath(row.problem.file, listing.root) if row.problem.file else ""

@@ -17,7 +17,7 @@ import typer
 from mindresume import runtime
 from mindresume.errors import ConfigError
 from mindresume.events import SILENT, Event, Progress, ProgressReporter
-from mindresume.formatting import shown, size_text
+from mindresume.formatting import shown, size_text, with_short_checksums
 from mindresume.model.layout import MAX_RANKS
 from mindresume.typed import json_value
 
@@ -81,9 +81,9 @@ WorldSize = Annotated[
 
 def say(text: object = "", error: bool = False) -> None:
     """Prints ``text``, of one line or several; characters that a terminal cannot show are
-    escaped."""
+    escaped, and checksums are cut."""
     stream = sys.stderr if error else sys.stdout
-    line = shown(text, keep="\n")
+    line = with_short_checksums(shown(text, keep="\n"))
     print(
         line.encode(stream.encoding or "ascii", "backslashreplace").decode(
             stream.encoding or "ascii"
@@ -241,6 +241,7 @@ def print_table(
     folded: Collection[str] | None = None,
     yellow: Collection[int] = (),
     hides: bool = True,
+    dispensable: Sequence[str] = (),
 ) -> None:
     """Prints rows, {column: text}, as a table: on a terminal as wide as it is, else so wide that
     nothing is cut.
@@ -250,12 +251,24 @@ def print_table(
         folded: columns that may take several lines; None: all.
         yellow: numbers of the rows to point out.
         hides: columns without a text are left out.
+        dispensable: columns that a narrow terminal leaves out, the first ones first.
     """
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
 
+    console = Console(
+        markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else WIDE
+    )
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     columns = [name for name in rows[0] if not hides or any(row[name] for row in rows)]
+    widths = {
+        name: 2 + max(cell_len(shown(text)) for text in (name, *(row[name] for row in rows)))
+        for name in columns
+    }
+    for name in dispensable:
+        if name in columns and sum(widths[column] for column in columns) > console.width:
+            columns.remove(name)
     for name in columns:
         table.add_column(
             name,
@@ -266,9 +279,7 @@ def print_table(
     for number, row in enumerate(rows):
         cells = [shown(row[name]) for name in columns]
         table.add_row(*cells, style="yellow" if number in yellow else "")
-    Console(
-        markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else WIDE
-    ).print(table)
+    console.print(table)
 
 
 # ---- the share of a process in a launch ----------------------------------------------------------

@@ -133,7 +133,7 @@ def advise(folder: Output, json: AsJson = False, logs: Logs = None) -> None:
         print_json(advice.to_json())
         return
     for name, text in lines_of(advice):
-        say(f"{name:9}  {text}")
+        say(f"{name:9}  {text}" if name else text)
 
 
 # ---- proof ---------------------------------------------------------------------------------------

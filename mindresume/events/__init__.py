@@ -18,9 +18,10 @@ event can be sent to another process and written to a file.
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from mindresume import runtime
 from mindresume.events.base import *  # noqa: F403
@@ -29,6 +30,7 @@ from mindresume.events.run import *  # noqa: F403
 from mindresume.events.run import WorkProgress, warning
 from mindresume.events.saves import *  # noqa: F403
 from mindresume.events.supervision import *  # noqa: F403
+from mindresume.formatting import with_short_checksums
 
 PREFIX = "mindresume: "
 
@@ -78,15 +80,28 @@ class Emitter:
 
 
 class LogLines(Handler):
-    """Writes each event that has a log line to ``logger``: a ``logging.Logger``, or an object with
-    its methods."""
+    """Writes each event that has a log line to ``logger``. Where other records have the file that
+    logged, these have the kind of the event."""
 
-    def __init__(self, logger: Any):
+    def __init__(self, logger: logging.Logger):
         self.logger = logger
 
     def handle(self, event: Event, time_s: float) -> None:
         if text := event.line():
-            getattr(self.logger, event.log_level)("%s%s", PREFIX, text)
+            level = logging.getLevelName(event.log_level.upper())
+            # the loggers' own records would all name this file and line
+            record = logging.LogRecord(
+                "mindresume",
+                level,
+                event.kind,
+                0,
+                "%s%s",
+                (PREFIX, with_short_checksums(text)),
+                None,
+                "event",
+            )
+            if self.logger.isEnabledFor(level):
+                self.logger.handle(record)
 
 
 def texts_into(texts: list[str]) -> Emit:

@@ -484,9 +484,9 @@ class MindFormersLog(Handler):
     """Writes log lines to mindformers' logger."""
 
     def handle(self, event: Event, time_s: float) -> None:
-        from mindformers.tools.logger import logger
+        from mindformers.tools.logger import get_logger
 
-        LogLines(logger).handle(event, time_s)
+        LogLines(get_logger()).handle(event, time_s)
 
 
 class TensorBoard(Handler):

@@ -358,13 +358,10 @@ def _change(tiers: Sequence[TierAdvice], failures: int) -> Phrase:
 
 def failures_text(advice: Advice) -> Phrase:
     """Returns how often the training fails, and how well that is known."""
-    trained = span_text(advice.training_seconds)
-    if not advice.failures:
-        return phrase("advice.no_failure", trained=trained)
     return phrase(
         "advice.failures",
         failures=phrases.counted("failure", advice.failures),
-        trained=trained,
+        trained=span_text(advice.training_seconds),
         **{
             name: span_text(getattr(advice, f"seconds_between_failures{end}"))
             for name, end in (("each", ""), ("low", "_low"), ("high", "_high"))
@@ -373,18 +370,30 @@ def failures_text(advice: Advice) -> Phrase:
 
 
 def sentence_of(advice: Advice) -> Phrase:
-    """Returns the advice in a few sentences, with what it is computed from."""
+    """Returns the advice in a few sentences, with what it is computed from; in one as long as
+    nothing is proposed."""
     stops = [
         phrase("advice.stop_of", span=stall_text(tier.stall_seconds), tier=phrase(tier.name))
         for tier in advice.tiers
     ]
+    if advice.failures < ENOUGH:
+        return phrase(
+            "advice.none",
+            failures=phrases.counted("failure", advice.failures),
+            trained=span_text(advice.training_seconds),
+            enough=ENOUGH,
+            stops=joined(stops),
+        )
     return phrase(
         "advice.sentence", change=advice.change, failures=failures_text(advice), stops=joined(stops)
     )
 
 
 def lines_of(advice: Advice) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of each line."""
+    """Yields (name, text) of each line; one without a name as long as nothing is proposed."""
+    if advice.failures < ENOUGH:
+        yield "", sentence_of(advice)
+        return
     for tier in advice.tiers:
         write = (
             f", and is complete after {stall_text(tier.write_seconds)} in the background"

@@ -1,5 +1,6 @@
 """``mindresume advise``: its lines, its JSON, and what it refuses."""
 
+import pytest
 from training_logs import Training, history
 
 import mindresume
@@ -21,6 +22,18 @@ def test_lines_and_json(call, read, tmp_path):
         "change",
     ]
     assert read(tmp_path) == (0, mindresume.advise(tmp_path).to_json())
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 5])
+def test_too_few_failures_are_one_sentence(call, tmp_path, attempts):
+    """Also in the report."""
+    history(attempts=attempts, memory=3).write_all(tmp_path / "output")
+    status, out, err = call(tmp_path / "output")
+    assert (status, err) == (0, "") and len(out.splitlines()) == 1
+    assert out.startswith(f"Nothing to change yet: {attempts - 1} failure")
+    assert "needed to tell; a save stops the training for" in out
+    page = tmp_path / "report.html"
+    assert f"how often to save: {out}" in call(tmp_path / "output", "-o", page, command="report")[1]
 
 
 def test_what_is_refused(call, tmp_path):

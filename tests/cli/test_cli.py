@@ -162,10 +162,39 @@ def test_the_version_names_what_a_report_of_a_defect_needs(call):
 @pytest.mark.parametrize("columns", ["40", "80"])
 def test_nothing_is_cut_in_a_file_or_a_pipe(saved, call, monkeypatch, columns):
     """A program, or a grep, reads the state behind all other columns."""
-    before = call("ls", saved)[1]
+    commands = [["ls", saved], ["prune", saved, "--keep-last", 1, "--dry-run"]]
+    before = [call(*command) for command in commands]
     monkeypatch.setenv("COLUMNS", columns)
-    status, out, _ = call("ls", saved)
-    assert status == 0 and out == before and "…" not in out and out.count("complete") >= 3
+    after = [call(*command) for command in commands]
+    assert after == before and all(status == 0 for status, _, _ in after)
+    assert "…" not in str(after) and after[0][1].count("complete") >= 3
+
+
+@pytest.mark.parametrize(
+    "columns, left_out",
+    [
+        (100, set()),
+        (74, {"run"}),
+        (65, {"run", "format"}),
+        (55, {"run", "format", "ranks"}),
+        (40, {"run", "format", "ranks", "epoch", "saved"}),
+    ],
+)
+def test_a_narrow_terminal_shows_fewer_columns_and_cuts_none(tmp_path, columns, left_out):
+    save(tmp_path, 1234)
+    terminal, end = os.openpty()
+    done = subprocess.run(
+        [sys.executable, "-m", "mindresume", "ls", tmp_path],
+        stdout=end,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": str(columns), "TERM": "xterm"},
+        timeout=600,
+    )
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", os.read(terminal, 1 << 16).decode())
+    os.close(end), os.close(terminal)
+    head, row = shown.splitlines()[1:3]
+    names = {"step", "epoch", "ranks", "size", "format", "run", "saved", "state"}
+    assert done.returncode == 0 and set(head.split()) == names - left_out
+    assert row.split()[0] == "1234" and row.split()[-1] == "complete"
 
 
 def test_a_step_in_memory_that_is_on_disk_too_is_not_lost_with_the_node(tmp_path, memory, call):

@@ -27,7 +27,7 @@ def test_a_page(call, output, tmp_path, monkeypatch):
     assert (
         "3 of 13 steps lost" in out
         and "1 recovery: 1 from disk" in out
-        and "at least 5 failures" in out
+        and "5 are needed to tell" in out
     )
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert text.startswith("<!DOCTYPE html>") and '"curves":[{' in text

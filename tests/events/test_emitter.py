@@ -1,6 +1,6 @@
 """Events reach all handlers; errors of a handler do not reach the caller."""
 
-import pytest
+import logging
 
 from mindresume import runtime
 from mindresume.events import Emitter, LogLines, Notice, SaveBegun
@@ -61,19 +61,33 @@ def test_handlers_are_closed_once_despite_errors():
     assert good.closed == 1 and good.events == []
 
 
-@pytest.mark.parametrize(
-    ("event", "lines"),
-    [(SaveBegun(1), []), (Notice("a % sign", "error"), [("error", "mindresume: a % sign")])],
-)
-def test_a_logger_gets_a_line_or_none(event, lines):
-    said = []
+class Lines(logging.Handler):
+    """Keeps what it would print, in the format of mindformers' files."""
 
-    class Logger:
-        def __getattr__(self, level):
-            return lambda text, *values: said.append((level, text % values))
+    def __init__(self):
+        super().__init__()
+        self.said = []
+        self.setFormatter(
+            logging.Formatter("%(name)s [%(levelname)s] [%(pathname)s:%(lineno)d] %(message)s")
+        )
 
-    LogLines(Logger()).handle(event, 0.0)
-    assert said == lines
+    def emit(self, record):
+        self.said.append(self.format(record))
+
+
+def test_a_logger_gets_a_line_or_none():
+    """It names the event, not the file that writes all lines, and has no long checksums."""
+    lines, logger = Lines(), logging.getLogger("of mindformers")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(lines)
+    for event in (SaveBegun(1), Notice("a % sign", "error"), Notice(f"not {'0123abcd' * 4}")):
+        LogLines(logger).handle(event, 0.0)
+    logger.setLevel(logging.ERROR)
+    LogLines(logger).handle(Notice("not of this level"), 0.0)
+    assert lines.said == [
+        "mindresume [ERROR] [notice:0] mindresume: a % sign",
+        "mindresume [INFO] [notice:0] mindresume: not 0123abcd...",
+    ]
 
 
 class RemovedMeanwhile(list):

@@ -54,7 +54,7 @@ TEXT = [
         (r"\b[\d.]+ ([KMGT]i?)?B/s", "<rate>"),
         (r"\b\d+\.\d+ s\b", "<seconds> s"),
         (r"\bin \d+ (s|ms)\b", r"in <number> \1"),
-        (r"\b[0-9a-f]{32}\b", "<checksum>"),
+        (r"\b[0-9a-f]{32}\b|\b[0-9a-f]{8}\.\.\.", "<checksum>"),
         (r"mindresume-\d+/[0-9a-f]{16,32}", "mindresume-<uid>/<token>"),
     )
 ]
