@@ -74,7 +74,8 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
     }
     for user in listing.in_use_by:
         purpose = users.get(user.holder.purpose, user.holder.purpose)
-        say(f"in use by a {purpose}: {user.holder}; {states[user.alive]}")
+        was = "was " if user.alive is False else ""
+        say(f"{was}in use by a {purpose}: {user.holder}; {states[user.alive]}")
 
 
 def _say_rows(listing: Listing, title: str, checkpoints: tuple[CheckpointInfo, ...]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from typing import Annotated
 
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, print_json, say
+from mindresume.cli.common import WIDE, AsJson, print_json, say
 
 
 @app.command()
@@ -39,12 +42,28 @@ def doctor(
     if json:
         print_json(examination.to_json())
     else:
-        width = max(len(check.about) for check in examination.checks)
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
+        width = max(len(check.about) for check in examination.checks) if columns >= 80 else 0
+        indent = " " * (width + 9)
         for check in examination.checks:
-            say(f"{check.state:<5}  {check.about:<{width}}  {check.found}")
+            about = f"{check.about:<{width}} " if width else f"{check.about}:"
+            _say_folded(f"{check.state:<5}  {about} {check.found}", columns, indent)
             if check.remedy:
-                say(f"{'':{width + 7}}  {check.remedy}")
+                _say_folded(f"{indent}-> {check.remedy}", columns, f"{indent}   ")
         wrong = [check.about for check in examination.checks if check.state == WRONG]
+        hint = "" if config else "; --config FILE examines its YAML, too"
         say()
-        say(f"wrong: {', '.join(wrong)}" if wrong else "a training can start here")
+        say(f"wrong: {', '.join(wrong)}" if wrong else f"a training can start here{hint}")
     raise typer.Exit(0 if examination.is_fit else 1)
+
+
+def _say_folded(text: str, columns: int, indent: str) -> None:
+    say(
+        textwrap.fill(
+            text,
+            columns,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )

@@ -43,7 +43,7 @@ def installation() -> Iterator[Row]:
     yield (
         "releases",
         NOTE if notice else OK,
-        notice or f"{found}: tested together",
+        notice or f"{found}, which were tested together",
         "docs/releases.md has the releases that are tested" if notice else "",
     )
     upstream.require_import("mindformers")
@@ -52,18 +52,28 @@ def installation() -> Iterator[Row]:
     yield (
         "symbols",
         NOTE if notices else OK,
-        "; ".join(notices) or f"all {len(profile.symbols)} that mindresume uses are as expected",
+        "; ".join(notices)
+        or f"all {len(profile.symbols)} functions and classes of theirs that mindresume uses are "
+        "as expected",
         "",
     )
 
 
 def configuration(path: str) -> tuple[list[Row], dict[str, str]]:
     """Returns what mindresume will do with a configuration, and its folders. Raises ConfigError."""
+    import yaml
     from mindformers.tools.register import MindFormerConfig
 
     if not os.path.isfile(path):
-        raise ConfigError(f"{path}: no such file")
-    config = MindFormerConfig(path)
+        raise ConfigError(f"{path}: no such file; give the YAML that the training starts with")
+    try:
+        with open(path, encoding="utf-8") as file:
+            plain = yaml.safe_load(file)
+        if not isinstance(plain, dict):
+            raise ValueError(f"it holds {plain!r:.60}; expected sections and key: value")
+        config = MindFormerConfig(path)
+    except Exception as error:  # such as YAML that cannot be parsed
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     settings = Settings.load(config.get("mindresume"))
     folders = {"output_dir": str(config.get("output_dir") or "./output")}
     if settings.memory_tier.every_steps:
@@ -110,7 +120,10 @@ def _activation(config: Any) -> Row:
 
 
 def _saves(config: Any) -> Row:
-    rows = [row for row in config.get("callbacks") or [] if row.get("type") == adapter.ALIAS]
+    callbacks = config.get("callbacks") or []
+    if not (isinstance(callbacks, list) and all(isinstance(row, dict) for row in callbacks)):
+        raise ConfigError(f"callbacks is {callbacks!r:.60}; expected a list of - type: NAME")
+    rows = [row for row in callbacks if row.get("type") == adapter.ALIAS]
     if not rows:
         return (
             "saves",
@@ -145,9 +158,21 @@ def _resume(config: Any, output: str) -> Row:
         request = request_of_resume(config)
     else:
         request = request_of_weights(config, TRAIN)
-    if request.path and request.resume:
-        return "resume", OK, f"from the newest usable checkpoint in {request.path}", ""
     own = os.path.join(output, adapter.CHECKPOINTS)
+    if request.path and request.resume:
+        found = f"from the newest usable checkpoint in {request.path}"
+        if not os.path.exists(request.path):
+            found += "; it does not exist yet, so the first start is fresh"
+        ways = {os.path.realpath(path) for path in (own, output)}
+        if os.path.realpath(request.path) in ways or os.path.isfile(request.path):
+            return "resume", OK, found, ""
+        elsewhere = f"; this training saves to {own}, where a restart does not look"
+        return (
+            "resume",
+            NOTE,
+            found + elsewhere,
+            f"to continue after a failure: load_checkpoint: {own}",
+        )
     return (
         "resume",
         NOTE,
@@ -178,8 +203,10 @@ def main(path: str) -> None:
             rows += more
     except ConfigError as error:
         rows.append((stage, WRONG, str(error), ""))
-    except Exception as error:  # such as YAML that cannot be parsed
+    except Exception as error:
         rows.append((stage, WRONG, f"{path}: {type(error).__name__}: {error}", ""))
+    if path and stage == "installation":
+        rows.append(("configuration", NOTE, "not examined: that needs mindformers", ""))
     print("\n" + json.dumps({"checks": rows, **folders}), flush=True)
 
 

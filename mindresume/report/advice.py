@@ -25,7 +25,7 @@ from mindresume.events import DISK, FAILED, MEMORY
 from mindresume.formatting import counted, span_text, stall_text
 from mindresume.report import phrases
 from mindresume.report.builder import Report, build_report, folders_of
-from mindresume.report.phrases import Phrase, joined, phrase
+from mindresume.report.phrases import Phrase, duration, joined, phrase, stall_duration
 from mindresume.report.runs import RunAttempt, Save
 from mindresume.storage.posix import PosixStorage
 
@@ -361,9 +361,9 @@ def failures_text(advice: Advice) -> Phrase:
     return phrase(
         "advice.failures",
         failures=phrases.counted("failure", advice.failures),
-        trained=span_text(advice.training_seconds),
+        trained=duration(advice.training_seconds),
         **{
-            name: span_text(getattr(advice, f"seconds_between_failures{end}"))
+            name: duration(getattr(advice, f"seconds_between_failures{end}"))
             for name, end in (("each", ""), ("low", "_low"), ("high", "_high"))
         },
     )
@@ -373,14 +373,14 @@ def sentence_of(advice: Advice) -> Phrase:
     """Returns the advice in a few sentences, with what it is computed from; in one as long as
     nothing is proposed."""
     stops = [
-        phrase("advice.stop_of", span=stall_text(tier.stall_seconds), tier=phrase(tier.name))
+        phrase("advice.stop_of", span=stall_duration(tier.stall_seconds), tier=phrase(tier.name))
         for tier in advice.tiers
     ]
     if advice.failures < ENOUGH:
         return phrase(
             "advice.none",
             failures=phrases.counted("failure", advice.failures),
-            trained=span_text(advice.training_seconds),
+            trained=duration(advice.training_seconds),
             enough=ENOUGH,
             stops=joined(stops),
         )

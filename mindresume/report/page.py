@@ -28,12 +28,21 @@ from typing import Any
 import numpy as np
 
 from mindresume.events import DISK, FAILED, MEMORY
-from mindresume.formatting import shortened, shown, size_text, span_text, stall_text
+from mindresume.formatting import shortened, shown, size_text
 from mindresume.report import tables
 from mindresume.report.accounting import AttemptAccount
 from mindresume.report.advice import advice_of, sentence_of
 from mindresume.report.builder import Report, defect_of, looked_for
-from mindresume.report.phrases import LANGUAGES, TEXTS, Phrase, as_json, counted, phrase
+from mindresume.report.phrases import (
+    LANGUAGES,
+    TEXTS,
+    Phrase,
+    as_json,
+    counted,
+    duration,
+    phrase,
+    stall_duration,
+)
 from mindresume.report.runs import RunAttempt
 from mindresume.report.tables import REASON, moment, phase_class, phase_name, reason_of
 from mindresume.typed import json_value
@@ -72,7 +81,7 @@ def html(report: Report) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "span": span_text,
+        "span": duration,
         "moment": tables.moment,
         "size": size_text,
         "number": tables.number_text,
@@ -181,7 +190,7 @@ def chart_data(report: Report) -> dict[str, Any] | None:
                 _since(phase.begin, origin),
                 _since(phase.end, origin),
                 as_json(phase_name(phase.names)),
-                span_text(phase.seconds),
+                as_json(duration(phase.seconds)),
             ]
             for recovery in report.recoveries
             if recovery.failed >= rows[0].attempt.number
@@ -278,7 +287,7 @@ def _spread(pairs: list[Pair]) -> list[Pair]:
 
 
 def _save_mark(kind: str, attempt: RunAttempt, save: Any) -> Mark:
-    size, stall = size_text(save.size_bytes), stall_text(save.stall_seconds)
+    size, stall = size_text(save.size_bytes), stall_duration(save.stall_seconds)
     if kind == "memory":
         text = phrase("tip.memory", step=save.step, attempt=attempt.number, size=size, stall=stall)
         return kind, attempt, save.step, None, None, text
@@ -345,4 +354,4 @@ def _loss_at(step: int, steps: np.ndarray, values: np.ndarray) -> float | None:
 
 
 def _span(seconds: float | None) -> str:
-    return "?" if seconds is None else span_text(seconds)
+    return "?" if seconds is None else duration(seconds)

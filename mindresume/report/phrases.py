@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mindresume.formatting import shown
+from mindresume.formatting import shown, span_text, stall_text
 
 TEXTS: dict[str, tuple[str, str]] = json.loads(
     (Path(__file__).parent / "texts.json").read_text(encoding="utf-8")
@@ -75,6 +75,21 @@ def joined(parts: Iterable[Any], by: str = "comma") -> Any:
 def counted(what: str, count: int) -> Phrase:
     """Returns "1 step" or "3 steps"; ``what``: a key ``count.WHAT`` of TEXTS."""
     return phrase(f"count.{what}", count=count)
+
+
+def duration(seconds: float) -> Phrase:
+    """Returns a duration, as ``span_text`` writes it in English."""
+    return _duration(span_text(seconds))
+
+
+def stall_duration(seconds: float) -> Phrase:
+    """Returns how long a save stops the training, as ``stall_text`` writes it in English."""
+    return _duration(stall_text(seconds))
+
+
+def _duration(text: str) -> Phrase:
+    first, unit, *second = text.split()
+    return phrase(f"span.{unit}", first=first, second=second[0] if second else "")
 
 
 def as_json(value: Any) -> Any:

@@ -249,12 +249,13 @@ function number(value) {
   return Number(value.toPrecision(12)).toLocaleString("en-US", { maximumFractionDigits: 10 });
 }
 
-// Returns a duration as text, as formatting.span_text does.
+// Returns a duration as a phrase, as phrases.duration does.
 function span(seconds) {
-  if (seconds < 10) return Math.max(seconds, 0).toFixed(seconds < 1 ? 2 : 1) + " s";
   const whole = Math.round(seconds), two = (value) => String(Math.floor(value)).padStart(2, "0");
-  if (whole < 60) return whole + " s";
-  if (whole < 3600) return `${Math.floor(whole / 60)} min ${two(whole % 60)} s`;
-  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${two(whole % 3600 / 60)} min`;
-  return `${Math.floor(whole / 86400)} d ${Math.floor(whole % 86400 / 3600)} h`;
+  const text = (unit, first, second = "") => ["span." + unit, { first: String(first), second: String(second) }];
+  if (seconds < 10) return text("s", Math.max(seconds, 0).toFixed(seconds < 1 ? 2 : 1));
+  if (whole < 60) return text("s", whole);
+  if (whole < 3600) return text("min", Math.floor(whole / 60), two(whole % 60));
+  if (whole < 86400) return text("h", Math.floor(whole / 3600), two(whole % 3600 / 60));
+  return text("d", Math.floor(whole / 86400), Math.floor(whole % 86400 / 3600));
 }

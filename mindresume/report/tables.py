@@ -9,10 +9,9 @@ from typing import Any
 
 from mindresume import runtime
 from mindresume.events import DISK, FAILED, MEMORY, PHASES
-from mindresume.formatting import span_text
 from mindresume.report.accounting import REDONE, totals_of
 from mindresume.report.builder import Report
-from mindresume.report.phrases import TEXTS, Phrase, counted, joined, phrase
+from mindresume.report.phrases import TEXTS, Phrase, counted, duration, joined, phrase
 from mindresume.report.runs import NORMAL, RUNNING, UNKNOWN, RunAttempt
 
 SHOWN = 2000  # most rows of a table; the JSON document has all
@@ -37,7 +36,7 @@ def summary(report: Report) -> Phrase:
         reached=number_text(report.reached),
         lost=report.steps_lost,
         steps=counted("step", report.steps_done),
-        span=span_text(report.seconds.total),
+        span=duration(report.seconds.total),
         goodput=goodput_text(report),
     )
 
@@ -53,13 +52,13 @@ def recovery_summary(report: Report) -> str:
     return phrase(
         "recoveries.summary",
         recoveries=counted("recovery", len(report.recoveries)),
-        span=span_text(sum(totals.values())),
+        span=duration(sum(totals.values())),
         sources=joined(
             [
                 phrase(
                     f"recoveries.{source or 'unknown'}",
                     count=len(seconds),
-                    span=span_text(statistics.median(seconds)),
+                    span=duration(statistics.median(seconds)),
                 )
                 for source, seconds in restarts.items()
                 if seconds
@@ -70,7 +69,7 @@ def recovery_summary(report: Report) -> str:
                 phrase(
                     "recoveries.phase",
                     phase=phase_name(name.split(" + ")),
-                    span=span_text(totals[name]),
+                    span=duration(totals[name]),
                 )
                 for name in longest
             ]
@@ -96,7 +95,7 @@ def saving_text(report: Report) -> str:
     """Returns how many saves went to memory, what all saves cost, and of how many attempts they are
     not known."""
     seconds, copies = report.seconds, sum(len(attempt.saves.memory) for attempt in report.attempts)
-    span, share = span_text(seconds.saving), percent(seconds.saving, seconds.total)
+    span, share = duration(seconds.saving), percent(seconds.saving, seconds.total)
     unrecorded = sum(not attempt.has_events for attempt in report.attempts)
     parts = [
         phrase("tile.saves.memory", copies=copies) if copies else "",
@@ -195,7 +194,7 @@ def recovery_bars(report: Report) -> list[tuple[Any, list[tuple[str, Phrase, str
         parts, at = [], 0.0
         redone = [((REDONE,), row.seconds_redone)] if row.seconds_redone else []
         for names, seconds in [*((phase.names, phase.seconds) for phase in row.phases), *redone]:
-            tip = phrase("tip.phase", phase=phase_name(names), span=span_text(seconds))
+            tip = phrase("tip.phase", phase=phase_name(names), span=duration(seconds))
             parts.append((phase_class(names), tip, f"{at:.2f}", f"{scale * seconds:.2f}"))
             at += scale * seconds
         bars.append((row, parts, f"{at:.2f}"))

@@ -84,6 +84,21 @@ def test_a_missing_configuration_is_wrong(checks, tmp_path):
     assert status == 1 and "no such file" in found["configuration"]["found"]
 
 
+def test_without_a_framework_the_configuration_is_not_examined(framework, checks, tmp_path):
+    framework({"mindformers/__init__.py": "import absent_package"})
+    _, found = checks("--config", tmp_path / "my.yaml")
+    assert found["configuration"]["state"] == "note"
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_terminal_gets_lines_that_fit(framework, call, monkeypatch, columns):
+    framework({"mindformers/__init__.py": "import absent_package"})
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    _, out, _ = call()
+    assert max(len(line) for line in out.splitlines() if "/" not in line) <= columns
+
+
 def test_nothing_is_left_behind(call, framework, tmp_path, monkeypatch):
     framework({"mindformers/__init__.py": "import absent_package"})
     monkeypatch.chdir(tmp_path)

@@ -28,7 +28,14 @@ from mindresume.mindformers.examination import NOTE, OK, WRONG, configuration  #
         ("callbacks: [{type: CheckpointMonitor, enc_key: a}]", "saves", NOTE, "enc_key is set"),
         ("callbacks: [{type: CheckpointMonitor}]", "resume", NOTE, "begins at step 0"),
         ("load_checkpoint: /weights", "resume", NOTE, "weights alone, of /weights"),
-        ("{load_checkpoint: ./out, resume_training: True}", "resume", OK, "in ./out"),
+        ("{load_checkpoint: ./output, resume_training: True}", "resume", OK, "in ./output"),
+        (
+            "{load_checkpoint: ./out, resume_training: True}",
+            "resume",
+            NOTE,
+            "does not exist yet, so the first start is fresh; this training saves to "
+            "./output/checkpoint, where a restart does not look",
+        ),
         ("{trainer: {type: T, auto_register: mindresume_plugin.M}}", "active", OK, "loads it"),
         ("output_dir: ./out", "active", NOTE, "does not load it"),
         ("remote_save_url: obs://bucket/x", "uploads", NOTE, "is ignored"),
@@ -50,6 +57,9 @@ def test_what_mindresume_will_do(tmp_path, text, about, state, what):
     [
         ("mindresume: {every: 1}", "unknown key 'every'"),
         ("{checkpoint: {load_path: /a}, load_checkpoint: /b}", "load_path is /a"),
+        ("load_checkpoint: [1", "cannot be read: while parsing a flow sequence in .* line 1"),
+        ("- a", r"it holds \['a'\]; expected sections"),
+        ("callbacks: 5", "callbacks is 5; expected a list"),
     ],
 )
 def test_what_a_training_would_refuse_is_refused(tmp_path, text, what):

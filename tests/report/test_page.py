@@ -242,7 +242,7 @@ def test_the_summary_is_one_sentence(tmp_path):
     ],
 )
 def test_spans(seconds, text):
-    assert page.span_text(seconds) == text
+    assert page.duration(seconds) == text
 
 
 def test_percent():

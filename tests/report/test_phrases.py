@@ -19,7 +19,7 @@ from mindresume.report.phrases import (
 )
 
 ROOM = Path(mindresume.report.__file__).parent
-SAME = {"run", "epoch", "loss", "{key}: {steps}", "{first} + {second}", "{phase} {span}"}
+SAME = {"epoch", "loss", "{key}: {steps}", "{first} + {second}", "{phase} {span}"}
 PUNCTUATION = "，；：。（）"
 
 
