@@ -9,6 +9,7 @@ ran. The pages are rewritten between two marks; the text around them is written 
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,6 +28,7 @@ TITLES = {
     "changes": "One training that changes the release",
     "PyNative": "The PyNative trainer",
 }
+ACROSS = ", written with "  # in the name of a table: one release wrote, another one read
 FIRST = {"changes": "releases, one attempt each"}
 Row = dict[str, Any]
 
@@ -62,7 +64,8 @@ CHINESE = Language(
         "{}, written with {}": "{}，由 {} 写入",
         "written by": "写入的版本",
         "read by {}": "由 {} 读取",
-        "**{}**: passed, {} read by each of {}.": "**{}**：通过，{} 由以下各版本读取：{}。",
+        "Across releases": "跨版本读取",
+        "All {} cells passed: {}.": "全部 {} 格通过：{}。",
         "Passed in each of {}: {}.": "在以下各项中全部通过（{}）：{}。",
         "One training that changes the release": "一次训练先后使用多个版本",
         "releases, one attempt each": "依次使用的版本，每个启动一次",
@@ -97,10 +100,17 @@ def merged(known: list[Row], lines: Iterable[str], day: str) -> list[Row]:
 def page(results: list[Row], language: Language = ENGLISH) -> str:
     """Returns the part of the page between the marks."""
     notes: list[str] = []
-    tables = list(dict.fromkeys(row["cell"][0] for row in results))
-    parts = [
-        _table(name, [row for row in results if row["cell"][0] == name], notes, language)
-        for name in tables
+    tables: dict[str, list[Row]] = {}
+    for row in results:
+        tables.setdefault(row["cell"][0], []).append(row)
+    whole = {
+        name: rows
+        for name, rows in tables.items()
+        if ACROSS in name and all(row["outcome"] == "passed" for row in rows)
+    }
+    parts = [_passed_across(whole, language)] if whole else []
+    parts += [
+        _table(name, rows, notes, language) for name, rows in tables.items() if name not in whole
     ]
     run = [row for row in results if row["outcome"] in RAN]
     days = sorted({row["day"] for row in run})
@@ -116,12 +126,10 @@ def page(results: list[Row], language: Language = ENGLISH) -> str:
         for outcome in ORDER
     )
     head = language["{} cells: {}. Last runs: {}."].format(len(results), counts, last)
-    items = [part for part in parts if part.startswith("- ")]
     return "\n".join(
         [
             head,
-            *(["", *items] if items else []),
-            *(f"\n{part}" for part in parts if part not in items),
+            *(f"\n{part}" for part in parts),
             "",
             *(f"{number}. {note}" for number, note in enumerate(notes, 1)),
             "",
@@ -130,15 +138,41 @@ def page(results: list[Row], language: Language = ENGLISH) -> str:
     )
 
 
-def _table(name: str, rows: list[Row], notes: list[str], language: Language) -> str:
-    """Returns one table; appends to ``notes`` why a cell is not green. Rows of passed cells alone
-    are a sentence."""
-    checkpoint, across, writer = name.partition(", written with ")
-    title = (
+def _title(name: str, language: Language) -> str:
+    checkpoint, across, writer = name.partition(ACROSS)
+    return (
         language["{}, written with {}"].format(checkpoint, writer)
         if across
         else language[TITLES.get(name, name)]
     )
+
+
+def _passed_across(tables: dict[str, list[Row]], language: Language) -> str:
+    """Returns one table of the kinds of checkpoints of which each cell passed: how many passed."""
+    counts = Counter((row["cell"][1], row["cell"][2]) for rows in tables.values() for row in rows)
+    writers, readers = (sorted({cell[side] for cell in counts}) for side in (0, 1))
+    titles = language["; "].join(_title(name, language) for name in tables)
+    heads = [language["written by"], *(language["read by {}"].format(name) for name in readers)]
+    lines = [
+        f"### {language['Across releases']}",
+        "",
+        language["All {} cells passed: {}."].format(counts.total(), titles),
+        "",
+        f"| {' | '.join(heads)} |",
+        "|---" * len(heads) + "|",
+    ]
+    for writer in writers:
+        found = [counts[writer, reader] for reader in readers]
+        cells = [f"{language['passed']}: {count}" if count else "" for count in found]
+        lines.append(f"| {' | '.join([writer, *cells])} |")
+    return "\n".join(lines)
+
+
+def _table(name: str, rows: list[Row], notes: list[str], language: Language) -> str:
+    """Returns one table; appends to ``notes`` why a cell is not green. Rows of passed cells alone
+    are a sentence."""
+    across = ACROSS in name
+    title = _title(name, language)
     columns = sorted({row["cell"][2] for row in rows})
     cells = {(row["cell"][1], row["cell"][2]): row for row in rows}
     heads = [language["read by {}"].format(column) for column in columns] if across else columns
@@ -148,9 +182,6 @@ def _table(name: str, rows: list[Row], notes: list[str], language: Language) -> 
         for name in names
         if all(cells.get((name, each), {}).get("outcome") == "passed" for each in columns)
     ]
-    if across and whole == names:
-        sentence = language["**{}**: passed, {} read by each of {}."]
-        return "- " + sentence.format(title, ", ".join(names), ", ".join(columns))
     lines = [f"### {title}", ""]
     if whole:
         sentence = language["Passed in each of {}: {}."]

@@ -80,10 +80,22 @@ COVERED = (
     ),
     (
         r'bash scripts/msrun_launcher\.sh "(st/cpu_cluster/run\.py )?run_mindformer\.py --config '
-        r"configs/resume\.yaml",
+        r"configs/(resume|incremental)\.yaml",
         "st/test_cookbook.py st/training_run.py",
-        ("resume.yaml", "cpu_cluster/run.py", "msrun_launcher.sh"),
+        ("resume.yaml", "incremental.yaml", "cpu_cluster/run.py", "msrun_launcher.sh"),
     ),
+    (
+        r'bash scripts/msrun_launcher\.sh "st/cpu_cluster/run\.py run_mindformer\.py --config '
+        r'configs/quickstart_qwen3_dp2tp2\.yaml" 4',
+        "st/quickstart.py st/training_run.py",
+        ("quickstart_qwen3_dp2tp2.yaml", "cpu_cluster/run.py", "msrun_launcher.sh"),
+    ),
+    (
+        r"sed .*st/cpu_cluster/pynative/tiny_qwen3\.yaml|CPU_CLUSTER_TRAINER=pynative bash",
+        "st/pynative_run.py st/test_pynative_job.py",
+        ("tiny_qwen3.yaml", "CPU_CLUSTER_TRAINER", "run_mindformer.py", "--mode 1"),
+    ),
+    (r"bash scripts/release_env\.sh", "scripts/test_versions.sh", ("release_env.sh",)),
     (
         r"python st/cpu_cluster/run\.py run_mindformer\.py --config configs/quickstart_qwen3\.yaml",
         "st/test_quickstart.py st/quickstart.py st/training_run.py",

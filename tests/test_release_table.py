@@ -30,6 +30,7 @@ def test_a_cell_that_is_not_green_says_why_once():
             record("failed", ("features", "kill", "1.9.0"), "step 7:\nloss | other"),
             record("not run", ("features", "async", "1.8.0")),
             record("passed", ("2.0, written with mindresume", "1.8.0", "1.9.0")),
+            record("passed", ("1.0, written with mindresume", "1.8.0", "1.9.0")),
         ],
         "day",
     )
@@ -37,7 +38,9 @@ def test_a_cell_that_is_not_green_says_why_once():
     assert "| kill | passed | **failed** (1) |" in text
     assert "1. failed: step 7: loss \\| other (`test_y[failed]`)" in text
     assert "| async | not run |  |" in text
-    assert "**2.0, written with mindresume**: passed, 1.8.0 read by each of 1.9.0." in text
+    titles = "2.0, written with mindresume; 1.0, written with mindresume"
+    assert f"All 2 cells passed: {titles}." in text
+    assert "| written by | read by 1.9.0 |\n|---|---|\n| 1.8.0 | passed: 2 |" in text
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

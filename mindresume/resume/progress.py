@@ -103,7 +103,7 @@ class ResumeProgress:
         starts_data_set: the data starts where the configuration says, not at the position of the
             checkpoint.
         repeats_request: ``starts_data_set``, and the configuration said the same for an earlier
-            data set.
+            data set. False where no sample is left out: between two passes, without a skip.
         moved_passes: passes by which a position between two passes was moved, because a sink must
             begin there. This affects only the order of a shuffled data set.
     """
@@ -196,7 +196,7 @@ def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
         repeated,
         changed,
         starts,
-        starts and declared == before.declared,
+        starts and declared == before.declared and bool(start.samples or new.skip),
         position.passes - passes,
     )
 

@@ -531,6 +531,17 @@ def test_random_states_by_name():
             RunSettings(8, 10, None, OTHER, DataRequest(True)),
             f"ignore_data_skip: True is still set, and {DIFFERS}, so it starts as that key says.",
         ),
+        # incremental training: each round ends with a pass over its data
+        (
+            DataPosition(1, 0, 3, "ignore_data_skip: True", OURS),
+            RunSettings(8, 10, None, OTHER, DataRequest(True)),
+            "",
+        ),
+        (
+            DataPosition(1, 0, 3, "data_skip_steps: 2", OURS),
+            RunSettings(8, 10, None, OTHER, DataRequest(False, 2)),
+            f"data_skip_steps: 2 is still set, and {DIFFERS}, so it starts as that key says.",
+        ),
         (
             DataPosition(0, 40, 3, "ignore_data_skip: True", OURS),
             RunSettings(8, 10, None, OURS, DataRequest(True)),
