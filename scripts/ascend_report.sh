@@ -10,7 +10,7 @@
 #   --config FILE   YAML of your own training: step 1 examines it, nothing starts it
 #   --out DIR       where results go (output/ascend_report)
 #   --epochs N      length of each training, 10 steps an epoch (40 on Ascend, 12 on CPU)
-#   --every K       the drill injects a fault at each K-th file operation (default: its own sample, a minute or two)
+#   --every K       the drill injects a fault at each K-th file operation (default: its own sample, minutes)
 #   --timeout S     seconds until a step is given up (1800)
 #
 # mindresume, mindformers and mindspore are those of $PYTHON (python). A small Qwen3 of this repository is trained, no data of yours is

@@ -29,8 +29,8 @@ Folder = Annotated[
     str,
     typer.Argument(
         metavar="DIR",
-        help="The checkpoint folder (with rank_0 ... or iteration_... in it), the output folder or "
-        "run folder above it, a rank folder, or one file.",
+        help="The checkpoint folder (with folders rank_0 or iteration_N in it), the output folder "
+        "or run folder above it, a rank folder, or one file.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]

@@ -1,5 +1,5 @@
 """Implements ``mindresume prune``, ``scrub`` and ``flush``: what is removed from a disk, what
-rotted there, and what memory brings to it.
+is corrupted there, and what memory brings to it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Root = Annotated[
     str,
     typer.Argument(
         metavar="DIR",
-        help="The checkpoint folder (with rank_0 ... or iteration_... in it), or the output folder "
-        "or run folder above it.",
+        help="The checkpoint folder (with folders rank_0 or iteration_N in it), or the output "
+        "folder or run folder above it.",
     ),
 ]
 
