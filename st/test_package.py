@@ -2,6 +2,8 @@
 from this folder. pip takes what they depend on from its package index."""
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -131,23 +133,13 @@ def test_the_metadata_says_what_the_package_is(built):
     assert found["Requires-Python"] == ">=3.10"
 
 
-def test_the_source_archive_has_tests_and_documents(built):
+def test_the_source_archive_has_all_that_git_knows(built):
     with tarfile.open(built[".gz"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {
-        "LICENSE",
-        "README.md",
-        "README_CN.md",
-        "CHANGELOG.md",
-        "run_mindformer.py",
-        "scripts/msrun_launcher.sh",
-        "scripts/test.sh",
-        "tests/test_settings.py",
-        "st/test_package.py",
-        "docs/index.md",
-        "mkdocs.yml",
-        "pyproject.toml",
-    } <= names
+    copy = built[".gz"].parents[1] / "copy"
+    files = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+    assert sorted(name for name in files - names if "egg-info" not in name) == []
+    assert {"sim/__init__.py", "scripts/msrun_launcher.sh", "st/test_package.py"} <= names
 
 
 def test_the_command_starts_without_what_is_not_installed(installed, tmp_path):
@@ -197,3 +189,58 @@ def test_what_needs_an_extra_names_it(installed, tmp_path):
         and "mindresume[report]" in done.stderr
         and done.stderr.count("\n") == 1
     )
+
+
+def test_a_release_is_built_from_a_clean_clone_and_refused_otherwise(tmp_path):
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--modified", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    ).stdout.decode()
+    for name in filter(None, listed.split("\0")):  # the release of what is here now
+        if (ROOT / name).is_file():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, clone / name)
+    for file, before, after in (
+        ("mindresume/__init__.py", r'(?m)^__version__ = ".*"', '__version__ = "77.0.0"'),
+        ("CHANGELOG.md", r"(?m)^## .*", "## 77.0.0 - 2026-12-01"),
+    ):
+        text = (clone / file).read_text("utf-8")
+        (clone / file).write_text(re.sub(before, after, text, count=1), "utf-8")
+
+    def release():
+        return subprocess.run(
+            ["bash", "scripts/release.sh"],
+            cwd=clone,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(clone)},
+        )
+
+    def git(*words):
+        author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        subprocess.run(["git", *author, *words], cwd=clone, check=True)
+
+    assert "not committed" in release().stderr
+    git("add", "-A")
+    git("commit", "-qm", "Release")
+    done = release()
+    assert done.returncode == 0, done.stdout + done.stderr
+    dist = clone / "dist"
+    endings = ["-guide.tar.gz", "-notes.md", "-py3-none-any.whl", ".sha256", ".tar.gz"]
+    assert sorted(path.name for path in dist.iterdir()) == [
+        f"mindresume-77.0.0{e}" for e in endings
+    ]
+    sums = (dist / "mindresume-77.0.0.sha256").read_text()
+    assert len(sums.splitlines()) == len(endings) - 1
+    with tarfile.open(dist / "mindresume-77.0.0-guide.tar.gz") as archive:
+        assert "mindresume-77.0.0-guide/zh/index.html" in archive.getnames()
+    assert release().returncode == 0
+    assert (
+        dist / "mindresume-77.0.0.sha256"
+    ).read_text() == sums  # the same commit, the same bytes
+    git("tag", "v77.0.0")
+    assert "the tag v77.0.0 exists" in release().stderr
