@@ -167,3 +167,27 @@ def test_every_page_has_a_chinese_one():
     pages -= {"status", "upstream_issues"}
     english = {name for name in pages if not name.endswith(".zh")}
     assert {name.removesuffix(".zh") for name in pages - english} == english
+
+
+@pytest.mark.parametrize(
+    "page, terms",
+    [
+        ("selection.zh", "断点续训 中断续训"),
+        ("layouts.zh", "增减卡续训 策略转换续训 权重转换"),
+        ("preemption.zh", "临终"),
+        ("with_mindcluster.zh", "亚健康 高可用 临终 弹性"),
+        ("several_nodes.zh", "弹性 缩容"),
+        ("supervisor.zh", "容错 高可用 自动恢复"),
+        ("layouts", "resharding"),
+        ("several_nodes", "elastic"),
+        ("supervisor", "fault tolerance"),
+        ("retention", "retention"),
+        ("scrub", "scrubbing"),
+        ("memory_tier", "memory tier"),
+    ],
+)
+def test_a_page_begins_with_the_words_that_users_search(page, terms):
+    """The title weighs most in a search, then come the first lines."""
+    begin = "\n".join((ROOT / "docs" / f"{page}.md").read_text("utf-8").splitlines()[:5]).lower()
+    terms = [terms] if terms.isascii() else terms.split()
+    assert [term for term in terms if term not in begin] == []
