@@ -172,12 +172,21 @@ def test_every_page_has_a_chinese_one():
 @pytest.mark.parametrize(
     "page, terms",
     [
+        ("index.zh", "断点续训 中断续训 容错"),
         ("selection.zh", "断点续训 中断续训"),
         ("layouts.zh", "增减卡续训 策略转换续训 权重转换"),
         ("preemption.zh", "临终"),
-        ("with_mindcluster.zh", "亚健康 高可用 临终 弹性"),
+        ("with_mindcluster.zh", "mindcluster mindio 亚健康 高可用 临终 弹性"),
         ("several_nodes.zh", "弹性 缩容"),
         ("supervisor.zh", "容错 高可用 自动恢复"),
+        ("migration.zh", "升级 回滚"),
+        ("releases.zh", "aarch64 鲲鹏"),
+        ("layouts", "elastic"),
+        ("with_mindcluster", "mindcluster"),
+        ("with_mindcluster", "mindio"),
+        ("migration", "upgrade"),
+        ("migration", "rollback"),
+        ("releases", "aarch64"),
         ("layouts", "resharding"),
         ("several_nodes", "elastic"),
         ("supervisor", "fault tolerance"),
@@ -187,7 +196,8 @@ def test_every_page_has_a_chinese_one():
     ],
 )
 def test_a_page_begins_with_the_words_that_users_search(page, terms):
-    """The title weighs most in a search, then come the first lines."""
-    begin = "\n".join((ROOT / "docs" / f"{page}.md").read_text("utf-8").splitlines()[:5]).lower()
+    """Titles and headings weigh most in a search, then come the first lines."""
+    lines = (ROOT / "docs" / f"{page}.md").read_text("utf-8").lower().splitlines()
+    begin = "\n".join([*lines[:5], *(line for line in lines if line.startswith("#"))])
     terms = [terms] if terms.isascii() else terms.split()
     assert [term for term in terms if term not in begin] == []
