@@ -22,7 +22,6 @@ from typing import Any
 from mindresume import runtime
 from mindresume.coordination.neighbours import PAGE, neighbours
 from mindresume.formatting import size_text
-from mindresume.storage import error_text
 from mindresume.storage.posix import SHARED_TYPES, PosixStorage, filesystem_type, is_shared
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
@@ -126,7 +125,7 @@ def _output_folder(path: str) -> list[Check]:
             Check(
                 "output folder",
                 WRONG,
-                f"{there} cannot be written: {error_text(error)}",
+                f"{there} cannot be written: {error.strerror or error}",
                 "name a folder that this user can write to as output_dir",
             )
         ]
