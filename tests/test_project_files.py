@@ -192,7 +192,7 @@ def test_a_workflow_runs_the_two_commands_of_the_readme(name):
         steps = [step for job in found["jobs"].values() for step in job["steps"]]
         assert all(job["runs-on"] for job in found["jobs"].values())
         assert all(("run" in step) != ("uses" in step) for step in steps)
-        commands = [step["run"] for step in steps if "run" in step]
+        commands = [step["run"] for step in steps if not step.get("run", "sudo").startswith("sudo")]
     else:
         commands = [
             command
