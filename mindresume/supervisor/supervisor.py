@@ -336,8 +336,8 @@ class Supervisor:
             self._silent_after = None
             self.emit(
                 Notice(
-                    "the ranks write no heartbeats, because mindresume is not installed in them: "
-                    "only their exits are watched"
+                    f"no heartbeat of a rank after {_SILENT:.0f} s: mindresume is not loaded in "
+                    "them, or they still start; until one comes only their exits are watched"
                 )
             )
         if self._signals:
