@@ -27,7 +27,7 @@ from mindresume.events import (
     RunOpened,
     TrainingEnded,
 )
-from mindresume.formats.scan import locate
+from mindresume.formats.scan import find
 from mindresume.report.accounting import (
     AttemptAccount,
     Recovery,
@@ -154,11 +154,9 @@ def folders_of(path: str) -> tuple[str, str]:
         FileNotFoundError: ``path`` does not exist.
         MissingCheckpointError: Several folders below it hold checkpoints.
     """
-    root = locate(PosixStorage(), existing(path))
-    if (
-        os.path.abspath(root) == os.path.abspath(path)
-        and os.path.basename(os.path.abspath(root)) == "checkpoint"
-    ):
+    found = find(PosixStorage(), existing(path))
+    root, name = found or path, os.path.basename(os.path.abspath(path))
+    if root == path and (found or name == "checkpoint"):
         return os.path.dirname(os.path.abspath(root)), root
     inner = os.path.join(path, "output")
     output = (

@@ -34,6 +34,12 @@ def test_a_page(call, output, tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["report.html", "run"]
 
 
+def test_a_checkpoint_folder_of_any_name_is_given(read, tmp_path):
+    save(tmp_path / "kept", 5)
+    document = read(tmp_path / "kept")[1]
+    assert [row["step"] for row in document["checkpoints"]] == [5]
+
+
 def test_json_alone_writes_nothing(read, output, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, found = read(output)
