@@ -5,6 +5,7 @@
 #   - The exit status is the job's, also with JOIN False: the script waits without output. MSRUN_DETACH=1 restores the early
 #     return. msrun reports every failure as 1 (and Ctrl-C as 0), so the script takes the status of the failed worker from
 #     msrun's message on standard error. If that cannot be read (GLOG_v=4 hides it), the status is msrun's.
+#   - With JOIN False what msrun prints of each worker is short.
 #   - WORKER_NUM 1 works.
 #   - After a worker has failed, msrun waits for its scheduler, which can wait CLUSTER_TIME_OUT for workers that msrun has
 #     just killed. Here the scheduler gets MSRUN_GRACE seconds.
@@ -286,11 +287,17 @@ on_signal() {
   exit "$2"
 }
 
+# Copies what msrun prints without what hides the other lines where no log is shown: the command line, again for each worker,
+# and a warning that the log of this worker is not shown.
+shorten() {
+  sed -uE "/'--tail_worker_log' is:/d; /^Start .*process/s/\. (Environment variable|Execute command).*//"
+}
+
 # Runs "$@" and returns its exit status. STREAM 1 copies all its output to the file RECORD, 2 only standard error.
 # Job control gives the job a process group of its own: Ctrl-C reaches only this script and is handled in one place, and
 # SIGINT stays usable in the job. A background group may not read the terminal, hence /dev/null.
 run_job() {
-  local stream=$1 record=$2 copier status
+  local stream=$1 record=$2 copiers status
   shift 2
   : > "$record" || refuse "$record cannot be written"
   trap 'on_signal INT 130 "$MSRUN_GRACE"' INT
@@ -301,16 +308,21 @@ run_job() {
   set -m
   if (( stream == 1 )); then
     exec 3> >(trap '' INT TERM; exec tee -- "$record")
-    copier=$!
+    copiers=$!
     env "$MARK" "$@" < /dev/null >&3 2>&1 3>&- {NOTHING}>&- &
   else
-    exec 3> >(trap '' INT TERM; exec tee -- "$record" >&2)
-    copier=$!
-    env "$MARK" "$@" < /dev/null 2>&3 3>&- {NOTHING}>&- &
+    exec 3> >(trap '' INT TERM; tee -- "$record" | shorten >&2)
+    copiers=$!
+    exec 4>&1
+    if [[ $JOIN == False ]]; then
+      exec 4> >(trap '' INT TERM; exec 3>&-; shorten)
+      copiers+=" $!"
+    fi
+    env "$MARK" "$@" < /dev/null >&4 2>&3 3>&- 4>&- {NOTHING}>&- &
   fi
   local child=$!
   set +m
-  exec 3>&-
+  exec 3>&- 4>&-
   if (( stream == 2 )); then
     SUPERVISOR=$child
     watch_scheduler "$record" > /dev/null 2>&1 &
@@ -322,11 +334,14 @@ run_job() {
   if (( status == 0 )); then
     [[ -z $WATCHER ]] || kill "$WATCHER" 2>/dev/null
   else
+    if (( status > 128 && stream == 2 )) && ! grep -qE "$FAILED_WORKER" "$record"; then
+      echo "msrun_launcher.sh: msrun was killed (status $status): ending the job" >&2
+    fi
     end_job "$MSRUN_GRACE"           # processes that a failed job left running
   fi
   end_writers $((SECONDS + MSRUN_LEAVE))
   for _ in {1..250}; do              # lets the last lines through, without waiting for a process that keeps the pipe
-    kill -0 "$copier" 2>/dev/null || break
+    kill -0 $copiers 2>/dev/null || break
     pause 0.02
   done
   return "$status"

@@ -29,6 +29,8 @@ parser.add_argument("args", nargs=argparse.REMAINDER)
 a = parser.parse_args()
 with open("msrun.json", "w") as f:
     json.dump(dict(vars(a), env=dict(os.environ)), f)
+print("Start scheduler process, log file:logs/scheduler.log. Execute command: python train.py", flush=True)
+print("[WARNING] ME(1): The '--tail_worker_log' is:2, which doesn't contain this worker 0.", file=sys.stderr, flush=True)
 workers = []
 for rank in range(a.local_worker_num if os.path.exists(a.script) else 0):
     log = open(os.path.join(a.log_dir, "worker_%d.log" % rank), "w")
@@ -313,6 +315,17 @@ def test_join_false_waits_unless_detached(job):
     )
     assert job.run("train.py", "2", "8118", "logs", "True", "60", MSRUN_DETACH="1").returncode == 0
     assert job.seen()["join"] == "True"
+
+
+def test_what_msrun_says_of_each_worker_is_short_where_no_log_is_shown(job):
+    """Ten lines of 250 characters for four workers hid those of the launcher and the supervisor."""
+    job.program("")
+    done = job.run("train.py", "2")
+    assert "Start scheduler process, log file:logs/scheduler.log\n" in done.stdout
+    assert "tail_worker_log' is:" not in done.stderr
+    assert "tail_worker_log' is:" in (job.folder / "output/msrun_log/msrun_stderr.log").read_text()
+    shown = job.run("train.py", "2", "8118", "logs", "True", "60")
+    assert "Execute command: python train.py\n" in shown.stdout
 
 
 def test_ctrl_c_ends_every_worker(job):

@@ -43,7 +43,8 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
     """Lists every saved step, newest first, complete or not, with its problems.
 
     It checks names, records and sizes; `verify` checks the contents. It takes no lock and disturbs
-    no job: `watch mindresume ls DIR` follows one. A narrow terminal shows fewer columns.
+    no job: `watch mindresume ls DIR` follows one; under `mindresume run` the last line says what its
+    ranks do. A narrow terminal shows fewer columns.
     """
     from mindresume.api import catalog
 
@@ -54,6 +55,7 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
     from mindresume.coordination.lease import LOADING, REMOVING, SAVING, SCRUBBING
     from mindresume.formats import MINDFORMERS
     from mindresume.formatting import listed
+    from mindresume.report.supervised import supervised_state
 
     _say_rows(listing, listing.root, listing.checkpoints)
     copies = tuple(row for row in listing.memory if row.is_partner_copy)
@@ -76,6 +78,8 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
         purpose = users.get(user.holder.purpose, user.holder.purpose)
         was = "was " if user.alive is False else ""
         say(f"{was}in use by a {purpose}: {user.holder}; {states[user.alive]}")
+    if supervised := supervised_state([os.path.dirname(os.path.abspath(listing.root))]):
+        say(f"supervised: {supervised}")
 
 
 def _say_rows(listing: Listing, title: str, checkpoints: tuple[CheckpointInfo, ...]) -> None:

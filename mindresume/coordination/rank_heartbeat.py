@@ -83,6 +83,8 @@ _NUMBERS = [
     "namespace",
     "writing",
     "unasked",
+    "failed",
+    "full",
 ]
 
 
@@ -91,7 +93,7 @@ class _Page(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in _NUMBERS),
-        ("_free", ctypes.c_int64 * 16),
+        ("_free", ctypes.c_int64 * 14),
         ("progressed", ctypes.c_double),
         ("changed", ctypes.c_double),
         ("_free_too", ctypes.c_double * 6),
@@ -114,12 +116,16 @@ class Saves:
         committed: the newest step that is complete on all ranks, as rank 0 knows; NONE: none, or
             another rank.
         writing: the step that a thread in the background is writing; 0: none.
+        failed: saves that failed since the last one that this rank has written.
+        full: 1 if the last of them found no space.
     """
 
     begun: int = NONE
     written: int = NONE
     committed: int = NONE
     writing: int = 0
+    failed: int = 0
+    full: int = 0
 
 
 @dataclass(frozen=True)
@@ -271,7 +277,7 @@ def read_heartbeat(path: str) -> Heartbeat | None:
         page.namespace,
         page.unasked,
         os.fsdecode(page.output),
-        Saves(page.begun, page.written, page.committed, page.writing),
+        Saves(page.begun, page.written, page.committed, page.writing, page.failed, page.full),
         PhaseTimes(page.progressed, page.changed, spent, entered),
     )
 

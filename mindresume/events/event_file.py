@@ -232,7 +232,9 @@ def file_of_run(folder: str, writer: str, suffix: str, time_s: float) -> str:
 
 
 def _line(event: Event, time_s: float, rank: int) -> bytes:
-    values = with_short_texts({"time": round(time_s, 3), "rank": rank, **event.to_json()})
+    # that of the writer would be taken for that of the event, which is not known
+    own = {} if getattr(event, "rank", rank) is None else {"rank": rank}
+    values = with_short_texts({"time": round(time_s, 3), **own, **event.to_json()})
     return json.dumps(values, allow_nan=False).encode("ascii") + b"\n"
 
 

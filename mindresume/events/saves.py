@@ -114,14 +114,15 @@ class WriterDied(Event):
 @dataclass(frozen=True)
 class SaveFailed(Event):
     """This rank failed to save. ``step``: None if unknown or more than one. ``failures_in_a_row``:
-    consecutive failures, including this one."""
+    consecutive failures, including this one. ``code``: of the error."""
 
     step: Count | None
     reason: str
     failures_in_a_row: Count = 1
+    code: str = SaveError.code
 
     log_level = ERROR
-    template = f"[{SaveError.code}] {{reason}} ({{failures_in_a_row}} failed in a row)"
+    template = "[{code}] {reason} ({failures_in_a_row} failed in a row)"
 
 
 @dataclass(frozen=True)

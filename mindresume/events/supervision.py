@@ -121,6 +121,7 @@ class RankDied(Event):
         phase: the phase that it was in; empty: not known.
         step: its last finished step.
         log: the last lines of its log that look like an error.
+        is_scheduler: it was no rank, but the scheduler of msrun.
     """
 
     start: Count
@@ -131,11 +132,14 @@ class RankDied(Event):
     phase: str = ""
     step: Count | None = None
     log: tuple[str, ...] = ()
+    is_scheduler: bool = False
 
     log_level = ERROR
 
     def line(self) -> str:
         who = "a rank" if self.rank is None else f"rank {self.rank}"
+        if self.is_scheduler:
+            who = "the scheduler of msrun"
         step = "" if self.step is None else f" after step {self.step}"
         phase = f" while {self.phase}" if self.phase not in ("", "ended") else ""
         lines = "".join(f"\n    {line}" for line in self.log)

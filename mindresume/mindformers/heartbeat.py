@@ -19,6 +19,7 @@ from mindresume.coordination import rank_heartbeat
 from mindresume.coordination.liveness import start_ticks, start_time
 from mindresume.coordination.preemption import BY_UNKNOWN
 from mindresume.coordination.rank_heartbeat import OUTCOMES, STACKS, SUFFIX, RankHeartbeat
+from mindresume.errors import OutOfSpaceError
 from mindresume.events import Event, Handler
 from mindresume.mindformers.process_group import join_sooner
 
@@ -100,7 +101,11 @@ class FromEvents(Handler):
                     heartbeat.enter(rank_heartbeat.SAVING)
             elif isinstance(event, (ev.SaveStaged, ev.SaveWritten, ev.SaveFailed)):
                 if isinstance(event, ev.SaveWritten):
-                    heartbeat.set(written=event.step)
+                    heartbeat.set(written=event.step, failed=0)
+                elif isinstance(event, ev.SaveFailed):
+                    heartbeat.set(
+                        failed=event.failures_in_a_row, full=event.code == OutOfSpaceError.code
+                    )
                 # the training thread has done its part
                 if heartbeat.phase == rank_heartbeat.SAVING:
                     heartbeat.enter(rank_heartbeat.TRAINING)

@@ -31,6 +31,7 @@ from mindresume.storage.posix import PosixStorage
 
 ENOUGH = 5  # failures; with fewer, nothing is proposed
 RECENT = 50  # newest saves that count: the disk and the settings of today
+HANG = 5  # times the longest step: what is only slow is no hang
 NORMAL_95 = 1.645  # quantile of the normal distribution; two tails of 5 % leave 90 %
 # settings; their places: texts advice.place.*
 KEYS = {DISK: "save_checkpoint_steps", MEMORY: "every_steps"}
@@ -98,6 +99,9 @@ class Advice(Result):
         tiers: One TierAdvice for each place that saves go to: memory, if the training has that
             tier, then the disk.
         change: What to change in the YAML file, as sentences.
+        hang_timeout: Seconds for ``--hang-timeout`` of ``mindresume run``: HANG times the longest
+            time between two logged steps, saves and evaluations in it, in full minutes, 300 at
+            least; None: there are no two.
     """
 
     output: str
@@ -109,6 +113,7 @@ class Advice(Result):
     seconds_between_failures_high: float | None
     tiers: tuple[TierAdvice, ...]
     change: str
+    hang_timeout: int | None = None
 
 
 def advise(path: str | os.PathLike[str], *, logs: Iterable[str | os.PathLike[str]] = ()) -> Advice:
@@ -185,7 +190,19 @@ def _advice(report: Report) -> Advice:
     between = (
         (seconds / failures, seconds / high, seconds / low) if failures else (None, None, None)
     )
-    return Advice(where, step, failures, seconds, *between, tuple(tiers), _change(tiers, failures))
+    longest = max(
+        (np.diff(it.losses.times).max() for it in attempts if len(it.losses) > 1), default=0.0
+    )
+    return Advice(
+        where,
+        step,
+        failures,
+        seconds,
+        *between,
+        tuple(tiers),
+        _change(tiers, failures),
+        max(300, math.ceil(HANG * longest / 60) * 60) if longest else None,
+    )
 
 
 def _measured_tiers(
@@ -429,6 +446,12 @@ def lines_of(advice: Advice) -> Iterator[tuple[str, str]]:
                 ),
             )
     yield "change", advice.change
+    if advice.hang_timeout:
+        yield (
+            "hang",
+            f"--hang-timeout {advice.hang_timeout} of mindresume run: {HANG} times the longest "
+            "time between two steps, five minutes at least",
+        )
 
 
 def _every(steps: int, advice: Advice) -> str:

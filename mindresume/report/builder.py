@@ -359,6 +359,7 @@ def _attempt(row: AttemptAccount) -> dict[str, Any]:
         "skipped_saves": attempt.saves.skipped if has_events else None,
         "memory_saves": len(attempt.saves.memory) if has_events else None,
         "refused": [asdict(refused) for refused in origin.refused] if has_events else None,
+        "log_folders": list(attempt.log_folders),
     }
 
 

@@ -45,6 +45,7 @@ from mindresume.events import (
     HangDetected,
     JobEnded,
     JobStarted,
+    LogsKept,
     RankDied,
     RunOpened,
     SaveFailed,
@@ -354,10 +355,12 @@ def _recorded(line: bytes) -> RecordedEvent | None:
 class SupervisedStart:
     """Describes one start of the command by a supervisor. ``moments``: when it began, and when the
     end of the start before it was noticed and complete. ``failure``: what the supervisor noticed
-    first; None: nothing."""
+    first; None: nothing. ``logs``: folders that its logs were moved to and are
+    still in."""
 
     moments: dict[str, float]
     failure: Failure | None = None
+    logs: tuple[str, ...] = ()
 
 
 def supervised_starts(events: Iterable[RecordedEvent]) -> list[SupervisedStart]:
@@ -373,6 +376,8 @@ def supervised_starts(events: Iterable[RecordedEvent]) -> list[SupervisedStart]:
             ended = {"noticed": at - event.end_seconds, "ended": at}
         if starts and isinstance(event, (RankDied, HangDetected, JobEnded)):
             starts[-1] = replace(starts[-1], failure=_failure(starts[-1].failure, at, event))
+        elif starts and isinstance(event, LogsKept):
+            starts[-1] = replace(starts[-1], logs=tuple(filter(os.path.isdir, event.folders)))
     return starts
 
 

@@ -173,7 +173,8 @@ class RunAttempt:
     no end was recorded. ``reason``: of the outcome. ``failed_rank``: the rank that failed first,
     None: unknown. ``has_events``: there is an event file; without one, ``run_id``, ``world_size``,
     ``saves`` and the reason of a failure are unknown. ``is_cut``: the log begins after the attempt
-    began. ``first_step``, ``last_step``: steps done in this attempt; None: none.
+    began. ``first_step``, ``last_step``: steps done in this attempt; None: none. ``log_folders``:
+    where a supervisor has moved its logs; empty: those of msrun are where it wrote them.
     """
 
     number: int
@@ -190,6 +191,7 @@ class RunAttempt:
     origin: Origin = Origin()
     saves: Saves = Saves()
     losses: Losses = field(default_factory=Losses)
+    log_folders: tuple[str, ...] = ()
 
     @property
     def first_step(self) -> int | None:
@@ -239,6 +241,8 @@ def attempts_of(
             supervised[0].started = start.moments["started"]
             supervised[0].moments = {**start.moments, **supervised[0].moments}
             supervised[-1].take_death(start.failure)
+            for attempt in supervised:
+                attempt.logs = start.logs
     ends = [*(attempt.started for attempt in attempts[1:]), None]
     return tuple(attempt.build(index + 1, ends[index]) for index, attempt in enumerate(attempts))
 
@@ -324,7 +328,8 @@ class _Attempt:
     """Collects the records of one attempt. ``newest``: the newest event of each kind but Notice; a
     fresh start is a selection. ``moments``: the first time of each. ``logged``: the kinds of lines
     in the log of mindformers. ``recorded``: the last step in the step ledger; 0: not known, then
-    the log and the saves tell. ``numbers``: of its losses, as for ``_losses_of``."""
+    the log and the saves tell. ``logs``: where its logs are. ``numbers``: of its losses, as for
+    ``_losses_of``."""
 
     def __init__(self, started: float, has_events: bool, is_cut: bool = False):
         self.started = self.ended = started
@@ -338,6 +343,7 @@ class _Attempt:
         self.committed_for_others: list[tuple[str, int]] = []
         self.refused: list[RefusedCheckpoint] = []
         self.numbers, self.logged = array("d"), set[str]()
+        self.logs: tuple[str, ...] = ()
 
     @property
     def run_id(self) -> str | None:
@@ -459,6 +465,7 @@ class _Attempt:
             origin,
             saves,
             losses,
+            self.logs,
         )
 
     def _outcome(self, is_last: bool) -> tuple[str, str]:

@@ -405,7 +405,7 @@ class CheckpointManager:
             raise
         except SaveError as error:  # the saver did not get it
             self._collected = self._collected or error
-            if self.policy.record_failure(step, str(error)):
+            if self.policy.record_failure(step, error):
                 raise
         if isinstance(self._saver, SyncSaver):  # it is written already
             self._handle(self._saver.poll())
@@ -596,7 +596,7 @@ class CheckpointManager:
                 self._write_tier(saver)
                 self._handle(saver.finish(self.settings.commit_timeout, _OTHERS), raises=False)
         except Exception as error:
-            self.policy.record_failure(None, f"the last save was not finished: {error}")
+            self.policy.record_failure(None, SaveError(f"the last save was not finished: {error}"))
         finally:
             self._close_preemption()
 
@@ -624,9 +624,8 @@ class CheckpointManager:
                 raise SaveError(
                     f"step {step} was not saved before the end on rank {self.target.rank}: {error}"
                 ) from error
-            self.policy.record_failure(
-                step, f"step {step} was not saved before the end: {error}; mindformers saves it"
-            )
+            failure = f"step {step} was not saved before the end: {error}; mindformers saves it"
+            self.policy.record_failure(step, SaveError(failure))
             return False
         self.emit(warning(f"other ranks are lost; rank {self.target.rank} saved step {step}"))
         return True

@@ -112,12 +112,12 @@ class SavePolicy:
         if outcome.error is None:
             self.failed_in_a_row = 0
             return None
-        return outcome.error if self.record_failure(outcome.step, str(outcome.error)) else None
+        return outcome.error if self.record_failure(outcome.step, outcome.error) else None
 
-    def record_failure(self, step: int | None, reason: str) -> bool:
+    def record_failure(self, step: int | None, error: SaveError) -> bool:
         """Records a failure. Returns whether it ends the training. ``step``: None if unknown."""
         self.failed_in_a_row += 1
-        self.emit(SaveFailed(step, reason, self.failed_in_a_row))
+        self.emit(SaveFailed(step, str(error), self.failed_in_a_row, error.code))
         return (
             self.settings.on_save_error == "raise"
             or 0 < self.settings.max_failed_saves <= self.failed_in_a_row

@@ -90,6 +90,11 @@ class Heartbeats:
         resumed, finished, committed = map(max, zip((NONE,) * 3, *rows, strict=True))
         return resumed, finished, committed
 
+    def failed_saves(self) -> tuple[int, int]:
+        """Returns how many of the last saves to disk of a rank failed in a row, and 1 if the last
+        of them found no space."""
+        return max(((it.saves.failed, it.saves.full) for it in self.known.values()), default=(0, 0))
+
     @property
     def output(self) -> str:
         """Returns the output folder of the training; empty if no rank has told it."""

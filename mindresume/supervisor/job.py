@@ -63,6 +63,7 @@ from mindresume.supervisor.restart_policy import (
     EXITED,
     HANG_STATUS,
     HUNG,
+    KILLED,
     NOT_STARTED,
     TERMINATED,
     WRONG_USE,
@@ -250,10 +251,13 @@ class Job:
         ended = self._as_rank(ended)
         if ended.member.role == SCHEDULER:
             beats = [self.heartbeats.of(member.pid) for member in self.members.alive(RANK)]
-            is_training = any(
+            is_needed = any(
                 beat is not None and beat.phase not in (ENDING, ENDED) for beat in beats
+            ) or (
+                # the ranks have not begun yet, and would wait for it
+                bool(ended.status) and (None in beats or not (beats or self._had_ranks))
             )
-            return self._died(ended) if is_training else None
+            return self._died(ended) if is_needed else None
         if ended.member.role != RANK or self._ended_well(ended):
             return None
         if ended.status is None and ended.member.pid not in self.heartbeats.known:
@@ -305,6 +309,7 @@ class Job:
                 phase,
                 _known(step),
                 log,
+                member.role == SCHEDULER,
             )
         )
         who = "the scheduler of msrun" if member.role == SCHEDULER else _name(member.rank)
@@ -431,24 +436,30 @@ class Job:
         after SIGKILL."""
         self.refresh()
         left: tuple[int, ...] = ()
+        is_preempted = self.is_preempted(end)  # before SIGTERM from here
         # daemons of a job that finished stay
         if end.kind != EXITED or end.status or self._is_finishing(observer):
             left = Ending(self, end, observer).run()
             self.refresh()
         beats = self.heartbeats
         resumed, last, committed = beats.newest_steps()
+        failed, is_full = beats.failed_saves()
+        if failed and end.status:
+            disk = "the disk is full" if is_full else "saves to disk fail"
+            end = replace(end, cause=f"{end.cause}; {disk}: {failed} failed in a row")
         outcome = StartOutcome(
             self.number,
             self._started,
             runtime.monotonic() - self._began,
             end,
             runtime.gethostname(),
-            beats.is_preempted and end.kind == EXITED,
+            is_preempted,
             bool(beats.known),
             beats.has_finished and end.kind in (EXITED, DIED) and end.status != 0,
             resumed,
             last,
             committed,
+            failed,
         )
         self.emit(
             JobEnded(
@@ -480,6 +491,11 @@ class Job:
             self.members.wait(TICK)
             self.refresh(now=False)
         return bool(left)
+
+    def is_preempted(self, end: JobEnd) -> bool:
+        """Returns whether the ranks were asked to stop, and have saved. If the command was killed,
+        or msrun, of which scripts/msrun_launcher.sh returns the status, then by the launcher."""
+        return self.heartbeats.is_preempted and end.kind == EXITED and end.status != KILLED
 
     def is_saving(self, member: Member, kind: str) -> bool:
         """Returns whether a rank writes a checkpoint that can still become complete. ``kind``: of

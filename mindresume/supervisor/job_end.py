@@ -33,6 +33,7 @@ again is found by a mark in its environment (*orphans*).
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import os
 import shutil
@@ -292,6 +293,17 @@ def make_folder() -> str:
             # another supervisor has removed it before it was locked
             os.close(lock)
     return tempfile.mkdtemp(prefix=prefix, dir=base)
+
+
+def heartbeats_of(supervisor: int, start: int) -> str:
+    """Returns the folder with the heartbeats of a start of the process ``supervisor`` on this host;
+    empty if there is none."""
+    found = [
+        path
+        for base in (_MEMORY, tempfile.gettempdir())
+        for path in glob.glob(f"{base}/{_PREFIX}-*-{supervisor}.*/start_{start}")
+    ]
+    return found[0] if found else ""
 
 
 _locks: list[int] = []  # descriptors of this process's folders, open until it ends

@@ -2,8 +2,10 @@
 
 A start makes *progress* if it leaves a later checkpoint than all starts before it: one that it
 committed, or one that it resumed from. Steps that no checkpoint holds are lost again, so they are
-none. ``max_restarts`` counts restarts in a row without progress; a job that fails every hour and
-saves every ten minutes is started again for ever, one that dies at the same step is not.
+none; nor is what a start resumed from whose saves to disk failed until its end: else memory would
+carry a job with a full disk from start to start for ever. ``max_restarts`` counts restarts in a row
+without progress; a job that fails every hour and saves every ten minutes is started again for ever,
+one that dies at the same step is not.
 
     status 0                                  ─▶ exit
     all ranks have finished the training       ─▶ exit with the status: another start would find
@@ -44,6 +46,7 @@ ALTERED_WEIGHTS = 65
 RESUME_DIFFERS = 66
 HANG_STATUS = 124
 INTERRUPTED = 130
+KILLED = 137
 TERMINATED = 143
 MAX_DELAY = 60.0  # seconds
 _FINAL = {
@@ -103,6 +106,7 @@ class StartOutcome:
         resumed: step that it continued after; NONE: from the beginning, or not known.
         last_step: the last finished step of any rank; NONE: none, or not known.
         committed: the newest step that it committed; NONE: none, or not known.
+        failed_saves: saves to disk that had failed in a row when it ended.
         log_folders: where the logs of this start are, if the next one would have overwritten them.
     """
 
@@ -117,6 +121,7 @@ class StartOutcome:
     resumed: int = NONE
     last_step: int = NONE
     committed: int = NONE
+    failed_saves: int = 0
     log_folders: tuple[str, ...] = ()
 
     @property
@@ -141,7 +146,8 @@ def fruitless_starts(starts: Sequence[StartOutcome]) -> int:
     """Returns how many of the last starts in a row made no progress."""
     count, best = 0, None
     for start in starts:
-        progress = start.committed > start.resumed if best is None else start.reached > best
+        reached = start.committed if start.failed_saves else start.reached
+        progress = start.committed > start.resumed if best is None else reached > best
         best = start.reached if best is None else max(best, start.reached)
         count = 0 if progress else count + 1
     return count
@@ -186,6 +192,8 @@ def decide(max_restarts: int, starts: Sequence[StartOutcome]) -> Decision:
             f"{fruitless} starts in a row made no progress: none left a later checkpoint "
             "than the starts before it"
         )
+        if last.failed_saves:
+            reason += "; free space or mend the disk, then start the same command again"
         return Decision(GIVE_UP, status, reason=reason, fruitless=fruitless)
     delay = min(MAX_DELAY, 2.0 ** min(fruitless - 1, 30)) if fruitless else 0.0
     return Decision(RESTART, status, delay, end.cause, fruitless)

@@ -310,7 +310,7 @@ class Supervisor:
         if end.kind == STOPPED:
             self.nodes.leave(end.status, end.cause, end.kind)
         elif not job.heartbeats.has_finished and (
-            end.kind != EXITED or end.status and not job.heartbeats.is_preempted
+            end.kind != EXITED or end.status and not job.is_preempted(end)
         ):
             self.nodes.fail(end.status, end.cause, end.kind)
         else:

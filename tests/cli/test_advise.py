@@ -20,7 +20,9 @@ def test_lines_and_json(call, read, tmp_path):
         "now",
         "advised",
         "change",
+        "hang",
     ]
+    assert "--hang-timeout 300" in out
     assert read(tmp_path) == (0, mindresume.advise(tmp_path).to_json())
 
 

@@ -16,6 +16,7 @@ from mindresume.coordination.rank_heartbeat import (
     RankHeartbeat,
     read_heartbeat,
 )
+from mindresume.errors import OutOfSpaceError
 from mindresume.mindformers import heartbeat
 
 
@@ -57,6 +58,13 @@ def test_the_last_save_belongs_to_the_end_of_the_training(seen):
 @pytest.mark.parametrize("reason, unasked", [("SIGTERM", 0), ("SIGTERM of an unknown sender", 1)])
 def test_a_supervisor_sees_whether_somebody_asked_to_stop(seen, reason, unasked):
     assert seen(ev.TrainingEnded(ev.PREEMPTED, reason, 3)).unasked == unasked
+
+
+def test_a_supervisor_sees_how_many_saves_failed_and_whether_the_disk_is_full(seen):
+    full = ev.SaveFailed(10, "no room", 2, OutOfSpaceError.code)
+    assert (seen(full).saves.failed, seen().saves.full) == (2, 1)
+    assert (seen(ev.SaveFailed(20, "EIO", 3)).saves.failed, seen().saves.full) == (3, 0)
+    assert seen(ev.SaveWritten(30, 1, 0.1)).saves.failed == 0
 
 
 def test_what_a_thread_writes(seen):

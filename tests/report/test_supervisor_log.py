@@ -9,7 +9,12 @@ from mindresume import events as ev
 from mindresume.events.event_file import SupervisorEventFile
 from mindresume.report.accounting import accounts_of
 from mindresume.report.builder import build_report
-from mindresume.report.log_reader import RecordedEvent, find_supervisor_logs, supervised_starts
+from mindresume.report.log_reader import (
+    RecordedEvent,
+    find_supervisor_logs,
+    read_events,
+    supervised_starts,
+)
 from mindresume.report.runs import attempts_of
 
 # Attempt 1 trains from 0 to 20, attempt 2 ends before its first step, attempt 3 trains from 60 on.
@@ -62,6 +67,27 @@ def test_the_report_shows_when_a_failure_was_noticed(tmp_path):
         ("start", 57),  # the start between fails, too
     ]
     assert sum("supervisor" in path for path in report.read) == 1
+
+
+def test_the_death_of_the_scheduler_is_of_no_rank(tmp_path):
+    """The event file has the number of the node, too, as the rank that writes."""
+    file = SupervisorEventFile(str(tmp_path), 0)
+    died = ev.RankDied(1, "node-0", 5, None, -9, is_scheduler=True)
+    for event in (ev.JobStarted(1, 2), died):
+        file.handle(event, ZERO)
+    file.close()
+    (log,) = find_supervisor_logs([str(tmp_path)])
+    assert [row.event for row in read_events(log)][1] == died and "scheduler" in died.line()
+    (start,) = supervised_starts(read_events(log))
+    assert start.failure.rank is None
+
+
+def test_each_attempt_knows_where_its_logs_were_moved(tmp_path):
+    """Folders that were removed since, to make room for newer ones, are not named."""
+    kept = tmp_path / "earlier" / "1"
+    kept.mkdir(parents=True)
+    first, second = attempts((31.0, ev.LogsKept(1, (str(kept), str(tmp_path / "gone")))))
+    assert (first.log_folders, second.log_folders) == ((str(kept),), ())
 
 
 # ---- why a start ended, and when it began --------------------------------------------------------

@@ -31,7 +31,7 @@ def test_each_save_has_an_event_with_the_time_that_it_stopped_the_training():
     policy.saved |= {5, 10}
     policy.stalls[5] = 0.25
     assert fatal(policy, Outcome(5, True, None, 100, 2.0), Outcome(10, False, FULL)) == []
-    assert seen == [SaveWritten(5, 100, 2.0, 0.25), SaveFailed(10, "no room", 1)]
+    assert seen == [SaveWritten(5, 100, 2.0, 0.25), SaveFailed(10, "no room", 1, FULL.code)]
     assert policy.saved == {5}
 
 
@@ -63,7 +63,7 @@ def test_on_save_error_raise():
 def test_a_failure_of_no_known_step():
     events = []
     policy_of(Settings(on_save_error="raise"), events.append).record_failure(
-        None, "the end of the training"
+        None, SaveError("the end of the training")
     )
     assert events == [SaveFailed(None, "the end of the training", 1)]
 

@@ -133,6 +133,8 @@ def test_a_rank_that_ends_well_does_not_end_the_others(job, tmp_path, status, ou
         # it may have been the signal of a failure
         ({"outcome": PREEMPTED, "unasked": 1}, (EXITED, 143), False, False),
         ({"outcome": PREEMPTED}, (DIED, 143), False, False),
+        # msrun was killed: the launcher has ended the ranks, which have saved
+        ({"outcome": PREEMPTED}, (EXITED, 137), False, False),
         # the launcher fails, or a rank crashes, after the training
         ({"outcome": FINISHED}, (EXITED, 3), False, True),
         ({"outcome": FINISHED}, (DIED, 139), False, True),
@@ -177,6 +179,20 @@ def test_the_end_of_the_scheduler_is_the_end_of_ranks_that_still_train(job, tmp_
             137,
             None,
         ) and "the scheduler of msrun" in end.cause
+
+
+@pytest.mark.parametrize(
+    "has_rank, status, fails", [(True, -9, True), (False, 1, True), (True, 0, False)]
+)
+def test_a_scheduler_that_fails_before_the_first_heartbeat_is_not_waited_for(
+    job, has_rank, status, fails
+):
+    """Its port is in use, or it was killed: the ranks would wait for it until they give up, after
+    two hours."""
+    rank = Member(Process(os.getpid(), 0, 0, "R", start_ticks(os.getpid())), RANK, 3)
+    job.members.alive = lambda *roles: [rank] * has_rank
+    end = job._taken(Ended(Member(Process(1, 0, 0, "Z", 5), SCHEDULER), status))
+    assert (end is not None) == fails
 
 
 class SeenLate:

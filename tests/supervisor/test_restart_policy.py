@@ -95,6 +95,19 @@ def test_a_resume_from_a_later_step_is_progress_of_the_start_before():
     assert fruitless_starts([died(1, 5, -1), died(2, 5, -1), died(3, 4, -1)]) == 3
 
 
+def test_memory_alone_is_no_progress_while_saves_to_disk_fail():
+    """Each start resumes from memory, trains on and ends with the third failed save; one that finds
+    room again is progress."""
+    full = [died(number, 30 * number, -1, failed_saves=3) for number in range(1, 9)]
+    starts = [died(1, -1, 10, failed_saves=3), *full]
+    assert [fruitless_starts(starts[:count]) for count in range(1, 5)] == [0, 1, 2, 3]
+    decisions = [decide(5, starts[:count]) for count in range(1, 8)]
+    assert [it.action for it in decisions] == [RESTART] * 6 + [GIVE_UP]
+    assert "free space" in decisions[-1].reason
+    assert fruitless_starts([*starts, died(10, 270, 280)]) == 0
+    assert fruitless_starts([*full[:1], died(2, 30, -1)]) == 2
+
+
 @given(st.lists(outcomes, min_size=1, max_size=12), st.integers(0, 6))
 def test_every_decision(starts, limit):
     decision = decide(limit, starts)

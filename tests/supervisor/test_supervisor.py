@@ -128,6 +128,48 @@ time.sleep(3600)
         assert Path(folder, "worker_0.log").read_text() == f"this is start {start}\n"
 
 
+def test_a_full_disk_ends_a_job_that_makes_progress_in_memory_alone(job):
+    """Each start resumes from a later step of the tier in memory, and ends with failed saves."""
+    status, events = job.run(
+        """
+beat.set(resumed=30 * start, failed=3, full=1)
+beat.reach(30 * start + 29)
+sys.exit(1)
+""",
+        "--max-restarts",
+        "1",
+    )
+    (gave_up,) = of(events, "gave_up")
+    assert (status, gave_up["starts"]) == (1, 2) and "free space" in gave_up["reason"]
+    assert [event["reason"].count("the disk is full") for event in of(events, "job_ended")] == [
+        1,
+        1,
+    ]
+    assert "the disk is full" in "\n".join(gave_up["page"])
+
+
+def test_a_killed_launcher_is_a_failure_although_its_ranks_save_when_they_are_ended(job):
+    status, events = job.run(
+        """
+if start == 2: finish()
+def leave(*_):
+    beat.set(outcome=hb.OUTCOMES.index("preempted"))
+    beat.enter(hb.ENDED)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+beat.reach(3)
+mark(f"up_{rank}")
+wait_for(f"up_{1 - rank}")
+if rank == 0:
+    os.kill(os.getppid(), signal.SIGKILL)
+time.sleep(3600)
+""",
+        "--kill-after",
+        "20",
+    )
+    assert status == 0 and [event["status"] for event in of(events, "job_ended")] == [137, 0]
+
+
 def test_a_hang_is_ended_after_the_stacks_are_written(job):
     status, events = job.run(
         """
