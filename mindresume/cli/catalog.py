@@ -43,8 +43,8 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
     """Lists every saved step, newest first, complete or not, with its problems.
 
     It checks names, records and sizes; `verify` checks the contents. It takes no lock and disturbs
-    no job: `watch mindresume ls DIR` follows one; under `mindresume run` the last line says what its
-    ranks do. A narrow terminal shows fewer columns.
+    no job: `watch mindresume ls DIR` follows one; under `mindresume run` the last line says what
+    its ranks do. A narrow terminal shows fewer columns.
     """
     from mindresume.api import catalog
 
