@@ -24,7 +24,7 @@ from mindresume.supervisor.job_end import heartbeats_of
 
 def supervised_state(folders: Iterable[str]) -> str:
     """Returns a line on the newest supervisor in ``folders`` (output folders): "start 4, 12 s: 3 of
-    4 ranks importing"; empty if there is none, or it has ended."""
+    4 ranks joining"; empty if there is none, or it has ended."""
     logs = find_supervisor_logs(folders)
     rows = read_events(logs[-1]) if logs else ()
     events = [row for row in rows if not isinstance(row.event, (LogsKept, Notice))]
@@ -50,7 +50,7 @@ def _phases(folder: str) -> str:
     ranks = read_heartbeats(folder)
     phases = Counter(rank.phase for rank in ranks)
     if not phases:
-        return "no rank has begun"
+        return "starting, importing"  # a heartbeat begins when the imports are done
     behind = min(phases, key=PHASES.index)
     step = max(rank.step for rank in ranks)
     return (

@@ -52,7 +52,7 @@ def trains(beat):
 def test_what_the_ranks_do_before_the_first_step(state):
     """The output folder is known from the start before; the heartbeats are there before events."""
     begun = (BEGUN, ev.JobStarted(4, 9), ev.Notice("anything"))
-    assert state(*begun).endswith("s: no rank has begun")
+    assert state(*begun).endswith("s: starting, importing")
     assert state(*begun, ranks=[joins, starts, starts]).endswith("s: 2 of 3 ranks importing")
 
 
