@@ -54,7 +54,7 @@ def drill(
         bool,
         typer.Option(
             "--full",
-            help="Inject a fault at every operation: eight times as many cells as the default, a "
+            help="Inject a fault at every operation: nine times as many cells as the default, a "
             "sample of the operations of each scenario, format and fault.",
         ),
     ] = False,
@@ -84,9 +84,9 @@ def drill(
     PASS: the newest complete checkpoint, bit for bit. LOST_WORK: an older one. HARD_FAIL: none,
     though one is complete. SILENT_DIVERGENCE: a wrong one.
 
-    The default is a sample of about 3,000 cells: one minute on /dev/shm (two cores: 50 cells a
-    second), five minutes on ext4 (10 a second), longer over a network. --every 100 is a short try.
-    Ctrl-C stops it and prints the results so far.
+    The default is a sample of about 3,000 cells. Two idle cores take one minute on /dev/shm (50
+    cells a second), four on ext4 (13 a second; 5 beside other work), longer over a network.
+    --every 100 is a short try. Ctrl-C stops it and prints the results so far.
 
     Exit status: 0 all PASS, 1 not, 130 stopped by Ctrl-C.
     """

@@ -410,7 +410,18 @@ def lines_of(advice: Advice) -> Iterator[tuple[str, str]]:
     """Yields (name, text) of each line; one without a name as long as nothing is proposed."""
     if advice.failures < ENOUGH:
         yield "", sentence_of(advice)
-        return
+    else:
+        yield from _interval_lines(advice)
+    if advice.hang_timeout:
+        yield (
+            "hang",
+            f"--hang-timeout {advice.hang_timeout} of mindresume run: {HANG} times the longest "
+            "time between two steps, five minutes at least",
+        )
+
+
+def _interval_lines(advice: Advice) -> Iterator[tuple[str, str]]:
+    """Yields the lines on the intervals between saves."""
     for tier in advice.tiers:
         write = (
             f", and is complete after {stall_text(tier.write_seconds)} in the background"
@@ -446,12 +457,6 @@ def lines_of(advice: Advice) -> Iterator[tuple[str, str]]:
                 ),
             )
     yield "change", advice.change
-    if advice.hang_timeout:
-        yield (
-            "hang",
-            f"--hang-timeout {advice.hang_timeout} of mindresume run: {HANG} times the longest "
-            "time between two steps, five minutes at least",
-        )
 
 
 def _every(steps: int, advice: Advice) -> str:

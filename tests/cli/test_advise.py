@@ -31,11 +31,15 @@ def test_too_few_failures_are_one_sentence(call, tmp_path, attempts):
     """Also in the report."""
     history(attempts=attempts, memory=3).write_all(tmp_path / "output")
     status, out, err = call(tmp_path / "output")
-    assert (status, err) == (0, "") and len(out.splitlines()) == 1
-    assert out.startswith(f"Nothing to change yet: {attempts - 1} failure")
-    assert "needed to tell; a save stops the training for" in out
+    sentence, hang = out.splitlines()
+    assert (status, err) == (0, "") and hang.startswith("hang       --hang-timeout 300")
+    assert sentence.startswith(f"Nothing to change yet: {attempts - 1} failure")
+    assert "needed to tell; a save stops the training for" in sentence
     page = tmp_path / "report.html"
-    assert f"how often to save: {out}" in call(tmp_path / "output", "-o", page, command="report")[1]
+    assert (
+        f"how often to save: {sentence}\n"
+        in call(tmp_path / "output", "-o", page, command="report")[1]
+    )
 
 
 def test_what_is_refused(call, tmp_path):
