@@ -445,8 +445,8 @@ class Job:
         resumed, last, committed = beats.newest_steps()
         failed, is_full = beats.failed_saves()
         if failed and end.status:
-            disk = "the disk is full" if is_full else "saves to disk fail"
-            end = replace(end, cause=f"{end.cause}; {disk}: {failed} failed in a row")
+            disk = "the disk is full" if is_full else "the disk cannot be written"
+            end = replace(end, cause=f"{end.cause}; {disk}, saves that failed in a row: {failed}")
         outcome = StartOutcome(
             self.number,
             self._started,
