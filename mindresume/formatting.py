@@ -11,7 +11,8 @@ _HIDDEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
 
-_CHECKSUM = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{24}\b")
+# 32 digits that are no part of a path: folders are named like that, too
+_CHECKSUM = re.compile(r"(?<![\w/.-])([0-9a-f]{8})[0-9a-f]{24}(?![\w/-]|\.\w)")
 
 
 def shown(text: object, keep: str = "") -> str:
@@ -41,7 +42,7 @@ def size_text(size: float | None) -> str:
 
 def with_short_checksums(text: str) -> str:
     """Returns ``text`` with the first 8 digits of each checksum of 32: two that differ differ there
-    almost surely."""
+    almost surely. Paths stay whole."""
     return _CHECKSUM.sub(r"\1...", text)
 
 

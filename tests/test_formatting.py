@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindresume.formatting import counted, listed, ranks_count, shown
+from mindresume.formatting import counted, listed, ranks_count, shown, with_short_checksums
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,30 @@ from mindresume.formatting import counted, listed, ranks_count, shown
 def test_shown(text, expected):
     assert shown(text) == expected
     shown(text).encode()
+
+
+DIGITS = "0123456789abcdef" * 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"/runs/{DIGITS}/checkpoint",
+        f"{DIGITS}/checkpoint",
+        f"/runs/{DIGITS}: holds no checkpoint",
+        f"in {DIGITS}.safetensors",
+        f"job-{DIGITS}",
+    ],
+)
+def test_a_path_with_an_identity_of_32_digits_stays_whole(text):
+    assert with_short_checksums(text) == text
+
+
+def test_checksums_are_shortened():
+    text = f"(checksum {DIGITS}, recorded {DIGITS}). xxh3 {DIGITS}."
+    assert with_short_checksums(text) == (
+        "(checksum 01234567..., recorded 01234567...). xxh3 01234567...."
+    )
 
 
 def test_kept_characters_are_not_escaped():
