@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from mindresume.errors import ConfigError
@@ -183,7 +184,7 @@ def _resume(config: Any, output: str) -> Row:
     )
 
 
-def platform(environment: Mapping[str, str] = os.environ) -> Iterator[Row]:
+def platform() -> Iterator[Row]:
     """Yields what is found of ModelArts."""
     if variable := modelarts_variable():
         yield "ModelArts", OK, f"this job runs there ({variable} is set)", "docs/modelarts.md"
@@ -195,7 +196,7 @@ def main(path: str) -> None:
     folders: dict[str, str] = {}
     stage = "installation"
     try:
-        for row in [*installation(), *platform()]:
+        for row in chain(installation(), platform()):  # each as soon as it is known
             rows.append(row)
         if path:
             stage = "configuration"

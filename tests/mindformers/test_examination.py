@@ -1,11 +1,20 @@
 """What ``mindresume doctor`` says of a configuration."""
 
+import json
+
 import pytest
 
 pytest.importorskip("mindformers.tools")
 
 from mindresume.errors import ConfigError  # noqa: E402
-from mindresume.mindformers.examination import NOTE, OK, WRONG, configuration  # noqa: E402
+from mindresume.mindformers import upstream  # noqa: E402
+from mindresume.mindformers.examination import (  # noqa: E402
+    NOTE,
+    OK,
+    WRONG,
+    configuration,
+    main,
+)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +76,14 @@ def test_what_a_training_would_refuse_is_refused(tmp_path, text, what):
     path.write_text(text)
     with pytest.raises(ConfigError, match=what):
         configuration(str(path))
+
+
+def test_what_was_found_before_an_error_is_told(monkeypatch, capsys):
+    def refuse(*_):
+        raise ConfigError("a symbol is missing")
+
+    monkeypatch.setattr(upstream, "require", refuse)
+    main("")
+    rows = json.loads(capsys.readouterr().out)["checks"]
+    assert [row[0] for row in rows] == ["releases", "installation"]
+    assert rows[1][1:3] == [WRONG, "a symbol is missing"]
