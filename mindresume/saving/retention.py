@@ -303,6 +303,7 @@ Reasons = Mapping[str, list[str]]
 Rule = Callable[[CheckpointDir, Sequence[Candidate]], Iterable[tuple[Candidate, str]]]
 
 NEWEST_WHOLE = "the newest one that is whole"
+NEWER_THAN_WHOLE = "newer than the newest one that is whole"
 NEWEST_HEALTHY = "the newest one that is healthy"
 ANOTHER_TRAINING = "of another training"
 NEWEST = "the newest one"
@@ -357,9 +358,8 @@ def plan(
         manifests: those that the caller has read before.
 
     Saves that a rule names are never removed, and some of them do not count. Committed checkpoints
-    newer than the newest whole one are broken: the policy is applied to the others as if the broken
-    ones did not exist, and a broken one is removed only if the policy would not keep it either.
-    Without a whole checkpoint nothing is removed.
+    newer than the newest whole one stay, and the policy is applied to the others as if these did
+    not exist. Without a whole checkpoint nothing is removed.
     """
     found, _, _ = scan_records(directory, manifests=manifests)
     aside = not_counted(found, lineage)
@@ -421,18 +421,16 @@ def _apply_policy(
     which is sorted newest first. ``good``: index of the newest whole one."""
     if good is None:
         return {c.commit_dir: [NOTHING_WHOLE] for c in committed}, {}
-    kept: dict[str, list[str]] = {}
+    # A resume may still take one of these: replicas of other ranks can stand in for a lost file.
+    kept = {c.commit_dir: [NEWER_THAN_WHOLE] for c in committed[:good]}
+    counted = committed[good:]
+    keepers, gone = _keepers(policy, counted), set(surplus(policy, counted))
     going: dict[str, str] = {}
-    # Checkpoints newer than the good one are broken. They are judged among all, the others as if
-    # there were no broken ones.
-    for counted, judged in ((committed, committed[:good]), (committed[good:], committed[good:])):
-        keepers = _keepers(policy, counted)
-        gone = set(surplus(policy, counted))
-        for index, candidate in enumerate(judged):
-            if index in gone:
-                going[candidate.commit_dir] = f"none of: {policy}"
-            else:
-                kept[candidate.commit_dir] = keepers.get(index, [])
+    for index, candidate in enumerate(counted):
+        if index in gone:
+            going[candidate.commit_dir] = f"none of: {policy}"
+        else:
+            kept[candidate.commit_dir] = keepers.get(index, [])
     return kept, going
 
 

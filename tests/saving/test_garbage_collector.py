@@ -119,22 +119,17 @@ def delete_record(root, step):
 
 
 @pytest.mark.parametrize("spoil", [cut_short, delete_file, delete_record])
-def test_the_newest_complete_checkpoint_is_never_removed_and_broken_newer_ones_do_not_count(
-    saved, spoil
-):
+def test_the_newest_complete_checkpoint_is_never_removed_and_newer_ones_do_not_count(saved, spoil):
     for step in (15, 20):
         spoil(saved, step)
-    made = planned(saved, KeepLast(1))
-    assert steps(made.kept) == [20, 10] and steps(made.to_delete) == [15, 5]
-    assert why(made)[attempt_name(10, RUN)].startswith(NEWEST_WHOLE)
-    made = planned(saved, KeepLast(2))
-    # 20 and 15 are broken: 10 and 5 are the last 2
-    assert steps(made.kept) == [20, 15, 10, 5] and made.to_delete == ()
+    # a lost file may have replicas on other ranks, so a resume may take 15
+    for count, kept, gone in ((1, [20, 15, 10], [5]), (2, [20, 15, 10, 5], [])):
+        made = planned(saved, KeepLast(count))
+        assert (steps(made.kept), steps(made.to_delete)) == (kept, gone)
+        assert why(made)[attempt_name(10, RUN)].startswith(NEWEST_WHOLE)
     prune(saved, KeepLast(1))
-    chosen = select_checkpoint(
-        STORAGE, str(saved), SingleProcess(), SelectionPolicy(2, every_rank=True)
-    ).chosen
-    assert chosen.step == 10 or spoil is delete_file
+    policy = SelectionPolicy(2, every_rank=True)
+    assert select_checkpoint(STORAGE, str(saved), SingleProcess(), policy).chosen.step == 10
 
 
 def test_the_checkpoint_that_meta_json_names_is_kept(saved):
