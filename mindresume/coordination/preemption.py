@@ -352,8 +352,10 @@ class SignalSenders:
         return OTHER if OTHER in self._seen else OWN if self._seen == {OWN} else UNKNOWN
 
     def _watch(self) -> None:
+        signalled = select.poll()  # select() knows no descriptor over 1023
+        signalled.register(_pipe()[0], select.POLLIN)
         while not self._is_closed:
-            select.select([_pipe()[0]], [], [], _TICK)
+            signalled.poll(_TICK * 1000)
             if not self._is_closed and self.look() == OWN:
                 if self.on_own is not None:
                     self.on_own()

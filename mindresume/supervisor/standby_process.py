@@ -362,7 +362,9 @@ def dies_with(pipe: int) -> bool:
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    return not select.select([pipe], [], [], 0)[0]
+    end = select.poll()  # select() knows no descriptor over 1023
+    end.register(pipe, select.POLLIN)
+    return not end.poll(0)
 
 
 def _say(connection: socket.socket, **values: Any) -> None:

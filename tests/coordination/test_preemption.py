@@ -1,8 +1,11 @@
 """Leaving in time: whatever rank is asked, all leave at the same step; and they rarely ask each
 other."""
 
+import fcntl
 import os
+import resource
 import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +13,7 @@ from rank_folders import Ranks
 from senders import from_outside
 
 from mindresume import runtime
+from mindresume.coordination import preemption
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.preemption import (
     BY_FILE,
@@ -137,6 +141,20 @@ def test_a_signal_of_this_process_itself_is_a_failure_and_no_request(monkeypatch
     leaving = install(alone(on_own_signal=lambda: failed.append(True)))
     os.kill(os.getpid(), signal.SIGTERM)
     assert [leaving.check(1), leaving.check(2)] == ["", ""] and failed == [True]
+
+
+def test_a_signal_is_watched_also_with_more_than_1024_open_files(monkeypatch, install):
+    """select() raised for such a descriptor, and the watch ended."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"a process may open {hard} files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 1024) for end in preemption._pipe()]
+    monkeypatch.setattr(preemption, "_pipe", lambda: ends)
+    failed = threading.Event()
+    install(alone(on_own_signal=failed.set))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert failed.wait(60)
 
 
 def test_a_fork_of_a_rank_ends_by_the_signal():
