@@ -17,6 +17,7 @@
 #     behind after MSRUN_STUCK seconds.
 #   - CMD is split into words as a shell splits quoted words, but nothing in it is expanded or run as a shell command.
 
+{  # bash reads a block whole before it runs it, so an update of this file changes no job that runs
 usage() {
   cat <<'TEXT'
 usage: bash scripts/msrun_launcher.sh "CMD"
@@ -395,3 +396,4 @@ if (( STATUS != 0 )); then
   echo "msrun_launcher.sh: the job failed with exit status $STATUS; logs: $LOG_DIR/worker_*.log, $LOG_DIR/scheduler.log" >&2
 fi
 exit "$STATUS"
+}

@@ -45,8 +45,7 @@ def why_not(release: str) -> str:
 @dataclass
 class ReleaseRun(Run):
     """A training of the graph trainer with the interpreter of a release. Several processes are
-    started by st/cpu_cluster/launch.py, because msrun is not in the environments of other
-    releases."""
+    started by st/cpu_cluster/launch.py, which ends the others once one fails."""
 
     release: str = HERE
 

@@ -253,6 +253,17 @@ def test_one_worker_runs_and_is_logged(job):
     assert not (job.folder / "msrun.json").exists()
 
 
+def test_an_update_of_the_script_changes_no_job_that_runs(job):
+    """bash reads a script piece by piece: it went on in the middle of the new one."""
+    copy = job.folder / "launcher.sh"
+    copy.write_bytes(LAUNCHER.read_bytes())
+    job.program(f"open({str(copy)!r}, 'w').write('exit 7\\n' * 10000)")
+    process = subprocess.Popen(
+        ["bash", copy, "train.py", "2"], cwd=job.folder, env=job.environment()
+    )
+    assert process.wait(timeout=300) == 0
+
+
 def test_one_worker_may_end_gracefully_on_sigterm(job):
     job.program(
         "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(0)))\n"

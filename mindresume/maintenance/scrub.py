@@ -1,5 +1,5 @@
 """Scrubs a folder of checkpoints: reads every byte that is kept at a bounded rate, tells by file
-and tensor what rotted, and repairs what has an intact copy.
+and tensor what is damaged, and repairs what has an intact copy.
 
     scrubber = Scrubber(directory, ScrubOptions(rate=50e6, repairs=True))
     for found in scrubber.scrub(list_checkpoints): ...  # one CheckpointScrub for each step

@@ -5,9 +5,8 @@
 
 --logs DIR        worker_R.log, scheduler.log (default ./msrun_log, emptied first)
 
-What and why: the environments of other releases have no msrun, and nothing waits for the scheduler
-at the end. Once a worker fails, the others are ended. Exit code: 0, or that of the first failing
-worker (128 + signal number if it was killed).
+Unlike msrun, it does not wait for the scheduler at the end. Once a worker fails, the others are
+ended. Exit code: 0, or that of the first failing worker (128 + signal number if it was killed).
 """
 
 from __future__ import annotations
