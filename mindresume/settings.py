@@ -123,6 +123,66 @@ class RetentionSettings:
     )
 
 
+_RESPONSES = ("off", "warn", "stop", "rollback")
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """Says what a bad step is and what follows it."""
+
+    nan: str = setting(
+        "off",
+        "the loss or the norm of the gradients of a step is NaN or infinite: `warn` says so; "
+        "`stop` ends the job with status 68; `rollback` ends it with status 67, and the next start "
+        "takes the newest checkpoint before the step and skips its samples",
+        choices=_RESPONSES,
+    )
+    loss_spike: str = setting(
+        "off",
+        "the same for a loss that lies far above the last ones",
+        choices=_RESPONSES,
+    )
+    grad_norm: str = setting(
+        "off",
+        "the same for a norm of the gradients that lies far above the last ones",
+        choices=_RESPONSES,
+    )
+    window: int = setting(
+        128, "with so many steps before it a value is compared", unit="steps", limits=(8, 65536)
+    )
+    factor: float = setting(
+        20.0,
+        "a value is a spike from the median of these steps plus so many times their median "
+        "absolute deviation on",
+        unit="deviations",
+        limits=(1, math.inf),
+    )
+    min_steps: int = setting(
+        32,
+        "with fewer steps, so also after each start, no value is a spike; NaN counts from the "
+        "first step on",
+        unit="steps",
+        limits=(4, 65536),
+    )
+    skip_steps: int = setting(
+        1,
+        "a rollback skips the samples of so many steps, beginning with the bad one",
+        unit="steps",
+        limits=(1, math.inf),
+    )
+    max_rollbacks: int = setting(
+        3,
+        "after so many rollbacks in a row without a good checkpoint between them the next bad step "
+        "ends the job with status 68",
+        unit="rollbacks",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Returns whether any step can be bad."""
+        return any(kind != "off" for kind in (self.nan, self.loss_spike, self.grad_norm))
+
+
 @dataclass(frozen=True)
 class ConversionSettings:
     """Says how ``auto_trans_ckpt`` converts."""
@@ -248,6 +308,10 @@ class Settings:
         MemoryTierSettings(),
         "saves into memory of the node, which a restart on the same nodes loads ([memory "
         "tier](memory_tier.md))",
+    )
+    guard: GuardSettings = setting(
+        GuardSettings(),
+        "ends a training at a bad step, goes back, and skips its samples",
     )
 
     def allows(self, name: str) -> bool:
