@@ -202,6 +202,24 @@ class ConversionSettings:
 
 
 @dataclass(frozen=True)
+class MetricsSettings:
+    """Says where numbers for Prometheus are written."""
+
+    textfile: str = setting(
+        "",
+        "the folder of node_exporter's textfile collector, into which rank 0 writes numbers for "
+        "Prometheus; empty: none",
+        unit="path",
+    )
+    training: str = setting(
+        "",
+        "the label `training` of these numbers, another one for each training; empty: its output "
+        "folder",
+        unit="name",
+    )
+
+
+@dataclass(frozen=True)
 class Settings:
     """Holds the settings of a run."""
 
@@ -312,6 +330,9 @@ class Settings:
     guard: GuardSettings = setting(
         GuardSettings(),
         "ends a training at a bad step, goes back, and skips its samples",
+    )
+    metrics: MetricsSettings = setting(
+        MetricsSettings(), "numbers for Prometheus ([monitoring](monitoring.md))"
     )
 
     def allows(self, name: str) -> bool:

@@ -49,6 +49,7 @@ environment:
                                together, the same on every host, on a disk that all hosts see, of this job alone
   MSRUN_STANDBY=1              with MSRUN_RESTARTS: fork the ranks of later starts from a process that has imported everything
                                (mindresume run --standby)
+  MSRUN_METRICS_PORT=P         with MSRUN_RESTARTS: answer Prometheus on this port (mindresume run --metrics-port P)
   MSRUN_STUCK=S                seconds that a process may take to end after SIGKILL before it is named and left behind (60)
   MF_LOG_SUFFIX=TEXT           appended to the names of the log folders
   PLOG_REDIRECT_TO_OUTPUT=True put the logs of the device under output/plog

@@ -6,9 +6,10 @@ import pytest
 from typer.testing import CliRunner
 
 from mindresume import cli, errors
+from mindresume.events.metrics import METRICS, parts_of
 from mindresume.mindformers.upstream import FEATURES
 from mindresume.settings import settings_of
-from scripts.make_docs import commands, settings, upstream
+from scripts.make_docs import commands, metrics, settings, upstream
 from scripts.make_docs.pages import DOCS, PAGES, made
 
 ROOT = DOCS.parent
@@ -33,6 +34,10 @@ def test_every_setting_has_a_meaning_in_both_languages_and_nothing_else_has():
     assert set(settings.CHINESE["units"]) == {
         field.metadata["unit"] for field in names.values()
     } - {""}
+
+
+def test_every_metric_has_a_meaning_in_chinese_and_nothing_else_has():
+    assert set(metrics.CHINESE) == {parts_of(row)[0] for row in METRICS}
 
 
 def test_every_text_of_a_feature_has_a_chinese_one_and_nothing_else_has():

@@ -6,6 +6,7 @@ import json as json_module
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from mindresume import runtime
 from mindresume.cli import app
 from mindresume.cli.common import say
 from mindresume.errors import ConfigError, MindResumeError
-from mindresume.events import PREFIX, Emitter, Event, Handler, Notice, Progress, warning
+from mindresume.events import PREFIX, Emitter, Event, Handler, Notice, Progress, ignore, warning
 from mindresume.storage import Hurry
 
 _HANG = "When is it a hang"
@@ -204,6 +205,28 @@ def run(
             "its ranks. It needs the memory of one more rank that has not begun.",
         ),
     ] = False,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            "--metrics-port",
+            min=1,
+            max=65535,
+            metavar="P",
+            envvar="MSRUN_METRICS_PORT",
+            help="Answer Prometheus on this port, with the numbers of this node and of rank 0.",
+        ),
+    ] = None,
+    metrics_textfile: Annotated[
+        str,
+        typer.Option(
+            "--metrics-textfile",
+            metavar="DIR",
+            envvar="MINDRESUME_METRICS_TEXTFILE",
+            show_default=False,
+            help="Write these numbers into files of DIR, the folder of node_exporter's textfile "
+            "collector; rank 0 does, too.",
+        ),
+    ] = "",
     json: Annotated[
         bool,
         typer.Option(
@@ -249,6 +272,8 @@ def run(
     from mindresume.storage.posix import PosixStorage
     from mindresume.supervisor.evidence import BackgroundHandler
     from mindresume.supervisor.hang import JobSettings
+    from mindresume.supervisor.job_end import job_key
+    from mindresume.supervisor.node_metrics import NodeMetrics
     from mindresume.supervisor.rendezvous import BackgroundStates, Place, Rendezvous
     from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 
@@ -298,8 +323,21 @@ def run(
             AwakeClock(),
             states=BackgroundStates,
         )
-    printed = BackgroundHandler(_JsonLines() if json else _Lines())
-    sys.exit(Supervisor(command, settings, Emitter(printed), meeting, flush=_flush_memory).run())
+    emit = Emitter(BackgroundHandler(_JsonLines() if json else _Lines()))
+    watch = ignore
+    if metrics_port or metrics_textfile:
+        if not metrics_textfile:  # the port answers with what rank 0 writes there
+            metrics_textfile = tempfile.mkdtemp(prefix="mindresume-metrics-")
+            runtime.at_exit(shutil.rmtree, metrics_textfile, ignore_errors=True)
+        own = f"{os.path.basename(os.getcwd())}-{job_key(command)[:6]}"
+        training = os.environ.setdefault("MINDRESUME_METRICS_TRAINING", own)
+        os.environ["MINDRESUME_METRICS_TEXTFILE"] = os.path.abspath(metrics_textfile)
+        metrics = NodeMetrics(metrics_textfile, training, emit, node_rank)
+        if metrics_port:
+            metrics.serve(metrics_port)
+        emit.add(metrics)
+        watch = metrics.watch
+    sys.exit(Supervisor(command, settings, emit, meeting, _flush_memory, watch).run())
 
 
 def _flush_memory(output: str, hurry: Hurry) -> Event | None:

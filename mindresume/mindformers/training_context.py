@@ -48,6 +48,7 @@ from mindresume.events import (
     warning,
 )
 from mindresume.events.event_file import EventFile
+from mindresume.events.metrics import Metrics
 from mindresume.formats import CheckpointDir
 from mindresume.formatting import listed
 from mindresume.mindformers import adapter, heartbeat
@@ -376,6 +377,11 @@ def training(config: Any) -> Iterator[TrainingContext]:
             )
             check_launch(os.environ)
             context.settings = Settings.load(config.get("mindresume"))
+            metrics = context.settings.metrics
+            if metrics.textfile and group.rank == 0:
+                name = metrics.training or adapter.output_root()
+                step = partial(getattr, context.progress, "step")
+                emit.add(Metrics(metrics.textfile, name, "rank_0", emit, step))
             context.computation = Computation.of(config)
             context.resources.remote = remote_of(config, emit)
             context.requests = preemption.requests(config)

@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 
 import mindresume
 from mindresume import runtime
 from mindresume.coordination import rank_heartbeat
+from mindresume.coordination.rank_heartbeat import Heartbeat
 from mindresume.events import (
     Emitter,
     Event,
@@ -30,6 +31,7 @@ from mindresume.events import (
     OrphansEnded,
     SupervisorEnded,
     SupervisorStarted,
+    ignore,
     warning,
 )
 from mindresume.storage import Hurry, call_within
@@ -106,6 +108,7 @@ class Supervisor:
         flush: writes what only memory has to disk. Called after the last start if the job has
             failed, with the output folder of the training and what says that it is to stop at once.
             Returns what it did.
+        watch: receives the heartbeats of the running start, by process, several times a second.
     """
 
     def __init__(
@@ -115,12 +118,14 @@ class Supervisor:
         emit: Emitter,
         nodes: Rendezvous | None = None,
         flush: Flush | None = None,
+        watch: Callable[[Mapping[int, Heartbeat]], None] = ignore,
     ):
         self.command = tuple(command)
         self.settings = settings
         self.emit = emit
         self.nodes = nodes
         self.flush = flush
+        self.watch = watch
         self.starts: list[StartOutcome] = []
         self._recorder = EventRecorder(emit, nodes.node if nodes else 0)
         self._signals = _Signals()
@@ -325,6 +330,7 @@ class Supervisor:
         """Returns why a job is to end that runs. Called often."""
         if job.heartbeats.output:
             self._recorder.open(job.heartbeats.output)
+        self.watch(job.heartbeats.known)
         if self._standby is not None:
             self._standby.make_if_due(job)
         if (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from scripts.make_docs import commands, settings, upstream
+from scripts.make_docs import commands, metrics, settings, upstream
 from scripts.make_docs.marks import with_part
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -14,6 +14,8 @@ PAGES = {  # {page: (source that its mark names, maker of the part)}
     "settings.zh.md": (settings.SOURCE, lambda: settings.part("zh")),
     "command_reference.md": (commands.SOURCE, lambda: commands.part("en")),
     "command_reference.zh.md": (commands.SOURCE, lambda: commands.part("zh")),
+    "monitoring.md": (metrics.SOURCE, lambda: metrics.part("en")),
+    "monitoring.zh.md": (metrics.SOURCE, lambda: metrics.part("zh")),
     "upstream.md": (upstream.SOURCE, lambda: upstream.part("en")),
     "upstream.zh.md": (upstream.SOURCE, lambda: upstream.part("zh")),
 }
