@@ -355,6 +355,12 @@ class Settings:
                 "mindresume scrub DIR "
                 f"[--repair] [--rate MB/s] from cron or a Kubernetes CronJob (docs/scrub.md)"
             )
+        if isinstance(section, Mapping) and "notify" in section:
+            raise ConfigError(
+                "mindresume.notify: notifications come from the supervisor, which reads no YAML. "
+                "Remove the key, and give mindresume run --notify-url URL, or set MSRUN_NOTIFY_URL "
+                "(docs/notifications.md)"
+            )
         settings: Settings = _section(cls, "mindresume", section, environment)
         return settings
 

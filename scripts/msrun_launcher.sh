@@ -47,6 +47,9 @@ environment:
                                kept in LOG_DIR/earlier
   MSRUN_RENDEZVOUS=DIR         with MSRUN_RESTARTS on several hosts: the folder through which their supervisors start and end
                                together, the same on every host, on a disk that all hosts see, of this job alone
+  MSRUN_NOTIFY_URL=URL         with MSRUN_RESTARTS: post failures, restarts and the end to this webhook, for example of a chat bot;
+                               MSRUN_NOTIFY_FORMAT=json|feishu|dingtalk|wecom|slack (json), MSRUN_NOTIFY_EVENTS=A,B, see
+                               docs/notifications.md
   MSRUN_STANDBY=1              with MSRUN_RESTARTS: fork the ranks of later starts from a process that has imported everything
                                (mindresume run --standby)
   MSRUN_METRICS_PORT=P         with MSRUN_RESTARTS: answer Prometheus on this port (mindresume run --metrics-port P)

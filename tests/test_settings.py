@@ -86,6 +86,11 @@ def test_a_setting_that_no_longer_exists_is_refused_with_what_to_do_instead(
         Settings.load(section, variables)
 
 
+def test_notifications_are_an_option_of_the_supervisor():
+    with pytest.raises(ConfigError, match="--notify-url"):
+        Settings.load({"notify": {"url": "https://example.com"}}, {})
+
+
 def test_a_fraction_is_not_rounded():
     with pytest.raises(ConfigError, match=r"max_failed_saves is 2\.5; expected a whole number"):
         Settings.load({"max_failed_saves": 2.5}, {})

@@ -31,6 +31,20 @@ def _in_seconds(name: str, panel: str, help: str, show_default: bool = True) -> 
     )
 
 
+def _notify(name: str, metavar: str, help: str, default: str = "") -> Any:
+    """Returns an option of the notifications."""
+    variable = f"MSRUN_NOTIFY_{name.upper()}"
+    return typer.Option(
+        f"--notify-{name}",
+        metavar=metavar,
+        envvar=variable,
+        show_envvar=False,
+        show_default=False,
+        rich_help_panel="Notifications",
+        help=f"{help} Default: {variable}{default}.",
+    )
+
+
 @app.command("run", context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[
@@ -227,6 +241,27 @@ def run(
             "collector; rank 0 does, too.",
         ),
     ] = "",
+    notify_url: Annotated[
+        str,
+        _notify(
+            "url",
+            "URL",
+            "Post what happens to this webhook. It is a secret, and lists of processes show it: "
+            "the variable is better.",
+        ),
+    ] = "",
+    notify_format: Annotated[
+        str, _notify("format", "FORMAT", "json, feishu, dingtalk, wecom or slack.", ", else json")
+    ] = "json",
+    notify_events: Annotated[
+        str,
+        _notify(
+            "events",
+            "A,B",
+            "Kinds of events that are posted, with commas between them.",
+            ", else failures, restarts and the end",
+        ),
+    ] = "",
     json: Annotated[
         bool,
         typer.Option(
@@ -274,6 +309,7 @@ def run(
     from mindresume.supervisor.hang import JobSettings
     from mindresume.supervisor.job_end import job_key
     from mindresume.supervisor.node_metrics import NodeMetrics
+    from mindresume.supervisor.notify import notifier
     from mindresume.supervisor.rendezvous import BackgroundStates, Place, Rendezvous
     from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 
@@ -323,7 +359,12 @@ def run(
             AwakeClock(),
             states=BackgroundStates,
         )
-    emit = Emitter(BackgroundHandler(_JsonLines() if json else _Lines()))
+    printed = BackgroundHandler(_JsonLines() if json else _Lines())
+    emit = Emitter(printed)
+    if notify_url:
+        os.environ.pop("MSRUN_NOTIFY_URL", None)  # the ranks need no secret
+        # closed before the other, which prints its last warning
+        emit = Emitter(notifier(notify_url, notify_format, notify_events, node_rank, emit), printed)
     watch = ignore
     if metrics_port or metrics_textfile:
         if not metrics_textfile:  # the port answers with what rank 0 writes there

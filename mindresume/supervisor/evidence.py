@@ -50,16 +50,21 @@ class BackgroundHandler:
     Args:
         handler: None: it is set later, and events are kept until then.
         emit: receives a warning if the handler fails.
+        kept: events that wait; while more do, the oldest are dropped.
         patience: seconds for which ``close`` waits until the events that are left are handled.
     """
 
     def __init__(
-        self, handler: Handler | None, emit: Emitter | None = None, patience: float = PATIENCE
+        self,
+        handler: Handler | None,
+        emit: Emitter | None = None,
+        kept: int = KEPT,
+        patience: float = PATIENCE,
     ):
         self._handler = handler
         self._patience = patience
         self._emit = emit
-        self._waiting: deque[tuple[Event, float]] = deque(maxlen=KEPT)
+        self._waiting: deque[tuple[Event, float]] = deque(maxlen=kept)
         self._changed = runtime.Condition()
         self._thread: runtime.Thread | None = None
         self._is_closing = self._is_off = False
@@ -117,7 +122,7 @@ class EventRecorder(BackgroundHandler):
     number of this node."""
 
     def __init__(self, emit: Emitter, node: int = 0):
-        super().__init__(None, emit, _PATIENCE)
+        super().__init__(None, emit, patience=_PATIENCE)
         self.node, self._folder = node, ""
 
     def open(self, folder: str) -> None:

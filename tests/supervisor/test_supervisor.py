@@ -5,7 +5,9 @@ import json
 import os
 import signal
 import sys
+import threading
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -456,3 +458,31 @@ if start == 1 and rank == 0:
     assert job.process.wait(120) == 143
     os.close(reader)
     os.close(writer)
+
+
+def test_a_webhook_gets_what_happened_and_the_ranks_do_not_get_its_secret(job):
+    posted = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    status, events = job.run(
+        'if "MSRUN_NOTIFY_URL" in os.environ: sys.exit(2)\n' + ONE_DEATH,
+        MSRUN_NOTIFY_URL=f"http://127.0.0.1:{server.server_port}/token",
+        MSRUN_NOTIFY_EVENTS="rank_died,supervisor_ended",
+    )
+    server.shutdown()
+    server.server_close()
+    assert status == 0
+    died, ended = posted
+    assert died["event"] == "rank_died" and (died["rank"], died["status"]) == (0, -9)
+    assert ended["event"] == "supervisor_ended" and ended["starts"] == 2
+    assert "/token" not in job.errors() + json.dumps(events)
