@@ -47,7 +47,8 @@ from mindresume.model.manifest import (
 )
 from mindresume.storage import Status, Storage, parallel
 
-_MOST_RANKS = 1 << 17  # of all manifests that are remembered: some 80 MB
+# of all manifests that are remembered, some 80 MB; one takes as much as that of ``_OWN`` ranks more
+_MOST_RANKS, _OWN = 1 << 17, 8
 
 
 class ReadManifests:
@@ -69,12 +70,15 @@ class ReadManifests:
             manifest = Manifest.read(file)
         if status is not None and status.identity:
             if before is not None:
-                self._ranks -= len(self._known.pop(path)[1].files)
+                self._forget(path)
             self._known[path] = status, manifest
-            self._ranks += len(manifest.files)
-            while self._ranks > _MOST_RANKS:  # forgets the oldest ones
-                self._ranks -= len(self._known.pop(next(iter(self._known)))[1].files)
+            self._ranks += len(manifest.files) + _OWN
+            while self._ranks > _MOST_RANKS:  # the oldest ones, which retention has removed
+                self._forget(next(iter(self._known)))
         return manifest
+
+    def _forget(self, path: str) -> None:
+        self._ranks -= len(self._known.pop(path)[1].files) + _OWN
 
 
 class Attempt(NamedTuple):
