@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         prune,
         scrub,
     )
+    from mindresume.api.publication import published
     from mindresume.api.results import (
         CheckpointInfo,
         CheckpointVerification,
@@ -64,6 +65,7 @@ _MODULES = {
         "Problem",
         "VerificationReport",
     ),
+    "api.publication": ("published",),
     "errors": ("MindResumeError",),
     "report.advice": ("Advice", "TierAdvice", "advise"),
     "saving.retention": ("KeepAny", "KeepBest", "KeepEverySteps", "KeepLast", "KeepPerMinutes"),
@@ -105,6 +107,7 @@ __all__ = [
     "merge",
     "open",
     "prune",
+    "published",
     "scrub",
 ]
 

@@ -220,6 +220,35 @@ class MetricsSettings:
 
 
 @dataclass(frozen=True)
+class PublishSettings:
+    """Says which weights are published for others, and where."""
+
+    every_steps: int = setting(
+        0,
+        "publishes the first checkpoint at or after each multiple of it as Hugging Face weights; "
+        "0: off",
+        unit="steps",
+    )
+    dir: str = setting("", "the folder for them, outside of the checkpoints", unit="path")
+    dtype: str = setting(
+        "keep",
+        "their dtype; `keep`: that of the checkpoint",
+        choices=("keep", "bfloat16", "float32"),
+    )
+    keep: int = setting(
+        2,
+        "so many of them stay, and those that a reader holds",
+        unit="folders",
+        limits=(1, math.inf),
+    )
+    config: str = setting(
+        "",
+        "the `config.json` of the Hugging Face model, or its folder; empty: `pretrained_model_dir`",
+        unit="path",
+    )
+
+
+@dataclass(frozen=True)
 class Settings:
     """Holds the settings of a run."""
 
@@ -333,6 +362,11 @@ class Settings:
     )
     metrics: MetricsSettings = setting(
         MetricsSettings(), "numbers for Prometheus ([monitoring](monitoring.md))"
+    )
+    publish: PublishSettings = setting(
+        PublishSettings(),
+        "writes Hugging Face weights for others while the training goes on "
+        "([publishing](publish.md))",
     )
 
     def allows(self, name: str) -> bool:

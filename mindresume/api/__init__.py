@@ -7,6 +7,7 @@ package at the first use of one.
                     read; TensorInfo, TensorSlice: shapes, layouts, which rank stores what
     inspection.py   inspect(): the tensors and slices of a checkpoint or a strategy; compare()
     conversion.py   convert(), merge(), export_hf()
+    publication.py  published(): the newest weights that a training publishes; publishes them
     maintenance.py  prune(), scrub(), flush()
     doctor.py       examine(): what is installed, what mindresume will do, where saves go
     results.py      the results of the calls: frozen values with to_json()

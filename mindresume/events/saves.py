@@ -335,3 +335,31 @@ class CheckpointFetched(Event):
             f"step {self.step} fetched from {self.url}: {size_text(self.size_bytes)} by this "
             f"rank{total}{seconds}"
         )
+
+
+@dataclass(frozen=True)
+class WeightsPublished(Event):
+    """The weights of the step are in ``path`` for others, and LATEST names them."""
+
+    step: Count
+    path: str
+    size_bytes: Count
+    seconds: Measure
+
+    def line(self) -> str:
+        return (
+            f"the weights of step {self.step} are published in {self.path}: "
+            f"{size_text(self.size_bytes)} in {self.seconds:.1f} s"
+        )
+
+
+@dataclass(frozen=True)
+class PublishFailed(Event):
+    """The weights of the step are not published. The training goes on, and so do later
+    publications. A kind of failure is reported once until one succeeds."""
+
+    step: Count
+    reason: str
+
+    log_level = WARNING
+    template = "the weights of step {step} are not published: {reason}"

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
 from mindresume.errors import ConfigError
 from mindresume.events import Emit, ignore, warning
+from mindresume.formats.huggingface import model_from_config
 from mindresume.formats.scan import CHECKPOINT, CONSOLIDATED, kind_of
 from mindresume.mindformers import adapter
+from mindresume.reshard.huggingface import read_config
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
+from mindresume.settings import Settings
 from mindresume.storage.object_store import FsspecStore, MoxingStore, ObjectStore, RetryingStore
 from mindresume.storage.posix import PosixStorage
 
@@ -239,3 +242,31 @@ def checkpoint_roots(config: Any) -> set[str]:
     ]
     roots = [*folders, *(os.path.join(folder, CHECKPOINT) for folder in folders)]
     return set(map(os.path.realpath, roots or [os.path.join(adapter.output_root(), CHECKPOINT)]))
+
+
+def with_publishing(settings: Settings, config: Any) -> Settings:
+    """Returns ``settings`` with the ``config`` of ``publish``. Raises ConfigError if weights cannot
+    be published so."""
+    wanted = settings.publish
+    if not wanted.every_steps:
+        return settings
+    if not wanted.dir:
+        raise ConfigError(
+            "mindresume.publish.dir is missing: name the folder for the weights, on a disk that "
+            "their readers see"
+        )
+    folder = os.path.realpath(wanted.dir)
+    for root in checkpoint_roots(config):
+        if os.path.commonpath([folder, root]) == root:
+            raise ConfigError(
+                f"mindresume.publish.dir is {wanted.dir!r}, which lies in the checkpoint directory "
+                f"{root}; name another folder"
+            )
+    path = wanted.config or config.get("pretrained_model_dir") or ""
+    if not path:
+        raise ConfigError(
+            "mindresume.publish.config is missing: name the config.json of the Hugging Face model, "
+            "or its folder; a checkpoint has no numbers of heads and layers"
+        )
+    model_from_config(*read_config(PosixStorage(), str(path)))
+    return replace(settings, publish=replace(wanted, config=os.path.abspath(path)))

@@ -53,7 +53,13 @@ from mindresume.formats import CheckpointDir
 from mindresume.formatting import listed
 from mindresume.mindformers import adapter, heartbeat
 from mindresume.mindformers.adapter import MindFormersLog, TensorBoard
-from mindresume.mindformers.configuration import TRAIN, LoadRequest, checkpoint_roots, remote_of
+from mindresume.mindformers.configuration import (
+    TRAIN,
+    LoadRequest,
+    checkpoint_roots,
+    remote_of,
+    with_publishing,
+)
 from mindresume.mindformers.kept_graphs import KeptGraph
 from mindresume.mindformers.network_state import LoadedWeights, as_numpy
 from mindresume.mindformers.process_group import check_launch, group_of_job
@@ -376,7 +382,7 @@ def training(config: Any) -> Iterator[TrainingContext]:
                 )
             )
             check_launch(os.environ)
-            context.settings = Settings.load(config.get("mindresume"))
+            context.settings = with_publishing(Settings.load(config.get("mindresume")), config)
             metrics = context.settings.metrics
             if metrics.textfile and group.rank == 0:
                 name = metrics.training or adapter.output_root()

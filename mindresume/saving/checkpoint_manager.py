@@ -69,6 +69,7 @@ from mindresume.saving.committer import SyncSaver
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.memory_tier.opening import newest_run, open_tier
 from mindresume.saving.memory_tier.tier import MemoryTier
+from mindresume.saving.publisher import Publisher
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.save_policy import SaveOptions, SavePolicy
 from mindresume.saving.save_session import Resumed, SaveSession, open_save_session
@@ -135,6 +136,7 @@ class CheckpointManager:
         self._saver: SyncSaver | AsyncSaver | None = None
         self._uploads: UploadQueue | None = None
         self._tier: MemoryTier | None = None
+        self._publisher: Publisher | None = None
         self._save_began = 0.0
         self._collected: Save | Exception | None = None  # for the disk at this step
         self._end_errors: list[Exception] = []
@@ -214,6 +216,9 @@ class CheckpointManager:
         self._tier = open_tier(self.session, self.group, self.settings, self.emit, share, resumed)
         if self._tier is not None:
             self._tier.begin(step)
+        if self.settings.publish.every_steps and self.group.rank == 0:
+            root, goes_on = self.options.root, resumed is not None
+            self._publisher = Publisher(self.settings.publish, root, step, goes_on, self.emit)
         # if no hook sees the end of the training; runs before the end of the uploader
         runtime.at_exit(self.finish_after_error)
 
@@ -250,6 +255,12 @@ class CheckpointManager:
         """Receives the events of the saver, in any thread."""
         if isinstance(event, SaveCommitted) and event.run_id is None and self._tier is not None:
             self._tier.notes.committed(event.step)
+        if (
+            isinstance(event, SaveCommitted)
+            and event.run_id is None
+            and self._publisher is not None
+        ):
+            self._publisher.committed(event.step)
         self.emit(event)
 
     def _start_uploader(self, remote: RemoteCheckpoints) -> Uploader:
@@ -354,6 +365,8 @@ class CheckpointManager:
         self.policy.last_step = step
         if self._saver is not None:
             self._handle(self._saver.poll())
+        if self._publisher is not None:
+            self._publisher.poll(self._saver is not None and self._saver.busy())
         if self.session is not None and self.session.lease is not None:
             self.session.lease.step = step  # published with the next heartbeat
         errors = self._uploads.poll() if self._uploads is not None else []
@@ -399,6 +412,8 @@ class CheckpointManager:
         and is raised as configured."""
         self._save_began = runtime.monotonic()
         self.emit(SaveBegun(step))
+        if self._publisher is not None:
+            self._publisher.poll(True)
         try:
             yield
         except LeaseHeldError:  # no later save can succeed
@@ -511,6 +526,12 @@ class CheckpointManager:
             )
             if self.settings.on_save_error == "raise":
                 self._end_errors += errors
+        publisher, self._publisher = self._publisher, None
+        if self.settings.publish.every_steps:
+            self._run_on_all_ranks(
+                "publishing the last weights",
+                partial(publisher.finish, timeout) if publisher is not None else list,
+            )
         if self.session is not None:
             self._run_on_all_ranks("releasing the directory", self.session.release)
         self._close_preemption()
