@@ -297,9 +297,9 @@ def run(
     {node_rank} output/msrun_log False 7200[/bold]
 
     No restart follows status 0 (the training is done), 2 (a wrong argument or setting), 65 (the
-    weights are not those that were loaded) or 66 (a step that was trained again differs), SIGTERM
-    (the ranks save; status 143) or Ctrl-C (130). If memory of this node then has a newer save than
-    the disk (memory_tier), it is written to disk.
+    weights are not those that were loaded), 66 (a step that was trained again differs) or 68 (the
+    guard stopped at a bad step), SIGTERM (the ranks save; status 143) or Ctrl-C (130). If memory of
+    this node then has a newer save than the disk (memory_tier), it is written to disk.
 
     Exit status: the job's, 128 + N if signal N ended it, 124 after a hang.
     """

@@ -19,6 +19,10 @@ one that dies at the same step is not.
     the command cannot be started              ─▶ the same
     status 65: a callback loads other weights  ─▶ exit: the same
     status 66: a step done again differs       ─▶ exit: a person has to look at both trainings
+    status 68: the guard stopped at a bad step ─▶ exit: a person has to look at the data
+    status 67: the guard rolls a bad step back ─▶ restart at once. It does not count, because the
+                                                  job itself counts its rollbacks; if a hundred in
+                                                  a row make no progress, its note is lost
     progress                                   ─▶ restart at once
     no progress                                ─▶ restart after 1, 2, 4 ... 60 s; after
                                                   ``max_restarts`` of them give up
@@ -44,11 +48,16 @@ EXIT, RESTART, GIVE_UP = "exit", "restart", "give up"  # what follows
 WRONG_USE = 2
 ALTERED_WEIGHTS = 65
 RESUME_DIFFERS = 66
+ROLLBACK = 67
+BAD_STEP = 68
 HANG_STATUS = 124
 INTERRUPTED = 130
 KILLED = 137
 TERMINATED = 143
 MAX_DELAY = 60.0  # seconds
+MAX_ROLLBACKS = 100  # in a row without progress
+# any program can end with one of these; a rank of mindresume means this
+_OURS = {ALTERED_WEIGHTS, RESUME_DIFFERS, ROLLBACK, BAD_STEP}
 _FINAL = {
     0: "it finished",
     WRONG_USE: "status 2 means a wrong argument or setting: another start would fail in the same "
@@ -57,6 +66,8 @@ _FINAL = {
     "the network than the loaded ones: another start would fail in the same way",
     RESUME_DIFFERS: "status 66 means that a step trained again differs from what an earlier run "
     "had trained: one of the two is wrong, and a person has to say which",
+    BAD_STEP: "status 68 means that the guard has stopped the training at a bad step: a person has "
+    "to look at the data and the settings",
     INTERRUPTED: "it was interrupted",
 }
 
@@ -129,6 +140,11 @@ class StartOutcome:
         """Returns the newest step that a later start can continue after, as far as known."""
         return max(self.committed, self.resumed)
 
+    @property
+    def is_rollback(self) -> bool:
+        """Returns whether the guard has ended it, and the next start goes on before a bad step."""
+        return self.has_begun and self.end.kind in (EXITED, DIED) and self.end.status == ROLLBACK
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -143,13 +159,17 @@ class Decision:
 
 
 def fruitless_starts(starts: Sequence[StartOutcome]) -> int:
-    """Returns how many of the last starts in a row made no progress."""
-    count, best = 0, None
+    """Returns how many of the last starts in a row made no progress, without rollbacks."""
+    count, rollbacks, best = 0, 0, None
     for start in starts:
         reached = start.committed if start.failed_saves else start.reached
         progress = start.committed > start.resumed if best is None else reached > best
         best = start.reached if best is None else max(best, start.reached)
-        count = 0 if progress else count + 1
+        if progress:
+            count = rollbacks = 0
+            continue
+        rollbacks += start.is_rollback
+        count += not start.is_rollback or rollbacks > MAX_ROLLBACKS
     return count
 
 
@@ -173,14 +193,7 @@ def decide(max_restarts: int, starts: Sequence[StartOutcome]) -> Decision:
         final = f"all ranks have finished the training; {end.cause}"
     elif end.kind == NOT_STARTED and end.status == WRONG_USE and not is_away:
         final = end.cause
-    elif (
-        end.kind in (EXITED, DIED)
-        and not is_away
-        and (
-            # any program can end with 65 or 66
-            end.status not in (ALTERED_WEIGHTS, RESUME_DIFFERS) or last.has_begun
-        )
-    ):
+    elif end.kind in (EXITED, DIED) and not is_away and (end.status not in _OURS or last.has_begun):
         final = _FINAL.get(end.status)
     if final is not None:
         return Decision(EXIT, end.status, reason=final, fruitless=fruitless)
@@ -195,6 +208,9 @@ def decide(max_restarts: int, starts: Sequence[StartOutcome]) -> Decision:
         if last.failed_saves:
             reason += "; free space or mend the disk, then start the same command again"
         return Decision(GIVE_UP, status, reason=reason, fruitless=fruitless)
+    if last.is_rollback:
+        reason = f"{end.cause}: the guard goes back before a bad step"
+        return Decision(RESTART, status, 0.0, reason, fruitless)
     delay = min(MAX_DELAY, 2.0 ** min(fruitless - 1, 30)) if fruitless else 0.0
     return Decision(RESTART, status, delay, end.cause, fruitless)
 

@@ -77,6 +77,25 @@ def test_a_wrong_setting_on_one_node_ends_the_job_on_all(nodes):
     assert all(len(of(events, "job_started")) == 1 for _, events in found)
 
 
+def test_a_rollback_restarts_all_nodes_at_once_and_a_stop_of_the_guard_ends_all(nodes):
+    """The first two starts resume from the same step: no progress."""
+    found = [
+        job.wait()
+        for job in nodes(f"""
+beat.set(resumed=5)
+beat.reach(6)
+if "node1" in folder:
+    sys.exit(67 if start < 3 else 68)
+{LINGER}
+""")
+    ]
+    assert [status for status, _ in found] == [68, 68]
+    for _, events in found:
+        assert [event["status"] for event in of(events, "job_ended")] == [67, 67, 68]
+    restarts = of(found[0][1], "job_restarted")
+    assert [(it["delay_seconds"], it["fruitless_starts"]) for it in restarts] == [(0, 0)] * 2
+
+
 def test_sigterm_to_one_node_ends_the_job_on_all(nodes):
     jobs = nodes(f"mark('up')\n{LINGER}", "--leave", "5")
     for job in jobs:

@@ -12,9 +12,11 @@ from mindresume.supervisor.restart_policy import (
     EXITED,
     GIVE_UP,
     HUNG,
+    MAX_ROLLBACKS,
     NOT_STARTED,
     PEER,
     RESTART,
+    ROLLBACK,
     STOPPED,
     JobEnd,
     StartOutcome,
@@ -44,7 +46,12 @@ outcomes = st.builds(
     kind=st.sampled_from([DIED, EXITED, HUNG, PEER, STOPPED]),
     is_preempted=st.booleans(),
     has_finished=st.booleans(),
+    has_begun=st.booleans(),
 )
+
+
+def rolled_back(number=1, kind=DIED, **more):
+    return died(number, status=ROLLBACK, kind=kind, has_begun=True, **more)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +62,9 @@ outcomes = st.builds(
         (died(status=2), EXIT),
         (died(status=130, kind=EXITED), EXIT),
         (died(status=65, has_begun=True), EXIT),
+        (died(status=66, kind=EXITED, has_begun=True), EXIT),
+        (died(status=68, has_begun=True), EXIT),
+        (died(status=68, kind=EXITED, has_begun=True), EXIT),
         (died(status=143, kind=STOPPED), EXIT),
         (died(status=143, kind=EXITED, is_preempted=True), EXIT),
         (died(status=1, kind=EXITED, has_finished=True), EXIT),
@@ -66,6 +76,9 @@ outcomes = st.builds(
         (died(status=2, kind=PEER), RESTART),
         (died(status=1, kind=NOT_STARTED), RESTART),
         (died(status=65), RESTART),
+        # of a program that means something else with it
+        (died(status=67), RESTART),
+        (died(status=68), RESTART),
     ],
 )
 def test_what_is_started_again(outcome, action):
@@ -106,6 +119,26 @@ def test_memory_alone_is_no_progress_while_saves_to_disk_fail():
     assert "free space" in decisions[-1].reason
     assert fruitless_starts([*starts, died(10, 270, 280)]) == 0
     assert fruitless_starts([*full[:1], died(2, 30, -1)]) == 2
+
+
+@pytest.mark.parametrize("kind", [EXITED, DIED])
+def test_a_rollback_is_restarted_at_once_and_does_not_count(kind):
+    """The job counts its rollbacks itself, and ends with another status after the last one."""
+    crashes = [died(1, -1, 100), died(2, 100), died(3, 100)]
+    starts = [*crashes, *(rolled_back(number, kind, resumed=100) for number in range(4, 20))]
+    for count in range(4, 20):
+        decision = decide(5, starts[:count])
+        assert (decision.action, decision.delay, decision.fruitless) == (RESTART, 0.0, 2)
+    assert decide(5, [*starts, died(20, 100)]).fruitless == 3
+    assert decide(5, [*starts, died(20, 100, 104)]).fruitless == 0
+    assert decide(0, [rolled_back(committed=100)]).action == EXIT
+
+
+def test_a_job_that_rolls_back_for_ever_is_given_up():
+    """Its note of bad steps is lost each time."""
+    starts = [rolled_back(number, resumed=100) for number in range(MAX_ROLLBACKS + 7)]
+    assert decide(5, starts).action == GIVE_UP
+    assert decide(5, starts[:MAX_ROLLBACKS]).fruitless == 0
 
 
 @given(st.lists(outcomes, min_size=1, max_size=12), st.integers(0, 6))
