@@ -25,8 +25,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import Any
+from typing import BinaryIO
 
 from mindresume import runtime
 from mindresume.api import catalog
@@ -76,42 +75,28 @@ def published(dir: str | os.PathLike[str]) -> Iterator[str]:
             raise MissingCheckpointError(
                 f"{folder} has no file {LATEST}: no weights are published there yet"
             ) from None
-        path = os.path.join(folder, name)
-        with suppress(FileNotFoundError):
-            if _FOLDER.fullmatch(name) and (lock := _lock(path, fcntl.LOCK_SH, os.O_RDONLY)):
-                break
+        path = os.path.join(folder, os.path.basename(name))
+        if (lock := _hold(os.path.join(path, CONFIG))) is not None:
+            break
         if runtime.monotonic() > until:
             raise MissingCheckpointError(
                 f"{folder}/{LATEST} names {name!r}, which is not there; the next publication of "
                 "the training mends this"
             )
         runtime.sleep(_PAUSE)
-    try:
+    with lock:
         yield path
-    finally:
-        os.close(lock)
 
 
-def _lock(path: str, kind: int, mode: int) -> int | None:
-    """Locks the folder ``path`` by its config.json. Returns the file descriptor to close; None if
-    the folder is held, or another one has its name now."""
-    name = os.path.join(path, CONFIG)
-    lock = os.open(name, mode | os.O_CLOEXEC)
-    is_held = False
-    try:
-        try:
-            fcntl.flock(lock, kind)
-        except BlockingIOError:
-            return None
-        except OSError:
-            # without locks nothing is ever removed, so a reader needs none
-            if kind != fcntl.LOCK_SH:
-                raise
-        is_held = os.path.samestat(os.fstat(lock), os.stat(name))
-        return lock if is_held else None
-    finally:
-        if not is_held:
-            os.close(lock)
+def _hold(path: str) -> BinaryIO | None:
+    """Locks a file until it is closed. Returns None if it is gone, or another one has its name."""
+    with suppress(FileNotFoundError):
+        lock = open(path, "rb")  # noqa: SIM115  the caller closes it
+        with suppress(OSError):  # where there are no locks, nothing is removed
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+            return lock
+    return None
 
 
 # ---- the process that publishes ------------------------------------------------------------------
@@ -143,7 +128,7 @@ def publish_step(
         if catches_up:
             steps = catalog.open(root, missing_ok=True).steps()
             step = max((found for found in steps if found <= step), default=0)
-            before = [found for found in _published(storage, folder) if found < step]
+            before = [found for found in _published(storage, folder) if found <= step]
             if not crosses_multiple(max(before, default=0), step, settings.every_steps):
                 return
         name = f"step-{step}"
@@ -151,20 +136,15 @@ def publish_step(
         for left in storage.list(work):
             # a started export of this step continues
             if left != _LOCK and not left.startswith(f".{name}."):
-                _remove(storage, os.path.join(work, left))
-        export = partial(
-            export_hf, root, step=step, config=settings.config, dtype=settings.dtype, workers=1
-        )
-        is_there, size = False, 0
-        if storage.status(target) is not None:
-            with suppress(ConfigError):  # of another save of this step
-                is_there = export(target, dry_run=True).finished
-        if not is_there:
-            size = export(made).bytes_to_write
-            if storage.status(target) is not None:
-                _take_away(storage, target, work)
-            storage.rename(made, target)
-            storage.sync(folder)
+                remove_tree(storage, os.path.join(work, left))
+        config, dtype = settings.config, settings.dtype
+        size = export_hf(
+            root, made, step=step, config=config, dtype=dtype, workers=1
+        ).bytes_to_write
+        if storage.status(target) is not None:  # of a training that went back
+            _take_away(storage, folder, name)
+        storage.rename(made, target)
+        storage.sync(folder)
         newest = os.path.join(work, LATEST)
         publish(storage, newest, [f"{name}\n".encode()], name)
         storage.rename(newest, os.path.join(folder, LATEST))
@@ -173,50 +153,39 @@ def publish_step(
         rows = sorted(_published(storage, folder), key=lambda found: (found <= step, found))
         for old in rows[: -settings.keep]:
             try:
-                _take_away(storage, os.path.join(folder, f"step-{old}"), work)
+                _take_away(storage, folder, f"step-{old}")
             except SaveError:  # a reader holds it
                 continue
             except OSError as error:
                 emit(warning(f"{folder}: old weights are not removed: {error_text(error)}"))
-    if not is_there:
-        emit(WeightsPublished(step, target, size, runtime.monotonic() - began))
+    emit(WeightsPublished(step, target, size, runtime.monotonic() - began))
 
 
 def _published(storage: Storage, folder: str) -> list[int]:
     """Returns the steps that are published in ``folder``, and no other folder that is there."""
     found = map(_FOLDER.fullmatch, storage.list(folder))
-    steps = [int(match[1]) for match in found if match]
-    return [step for step in steps if _is_own(storage, os.path.join(folder, f"step-{step}"))]
+    return [int(match[1]) for match in found if match and _is_own(storage, folder, match[0])]
 
 
-def _is_own(storage: Storage, path: str) -> bool:
+def _is_own(storage: Storage, folder: str, name: str) -> bool:
     with suppress(CorruptFileError):
-        return read_conversion_manifest(storage, path) is not None
+        return read_conversion_manifest(storage, os.path.join(folder, name)) is not None
     return False
 
 
-def _take_away(storage: Storage, path: str, work: str) -> None:
+def _take_away(storage: Storage, folder: str, name: str) -> None:
     """Removes published weights. Raises SaveError if a reader holds them, and ConfigError if they
     are something else."""
-    if not _is_own(storage, path):
+    path, gone = os.path.join(folder, name), os.path.join(folder, WORK, f"{name}.removed")
+    if not _is_own(storage, folder, name):
         raise ConfigError(f"{path} holds no published weights; move it away")
-    lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB, os.O_RDWR)
-    if lock is None:
-        raise SaveError(f"{path} is held by a reader (docs/publish.md)")
-    gone = os.path.join(work, f"{os.path.basename(path)}.removed")
-    try:
+    with open(os.path.join(path, CONFIG), "r+b") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SaveError(f"{path} is held by a reader (docs/publish.md)") from None
         storage.rename(path, gone)
-    finally:
-        os.close(lock)
     remove_tree(storage, gone)
-
-
-def _remove(storage: Storage, path: str) -> None:
-    status = storage.status(path)
-    if status is not None and status.is_folder:
-        remove_tree(storage, path)
-    else:
-        storage.remove(path)
 
 
 def main() -> None:
@@ -224,18 +193,16 @@ def main() -> None:
     with suppress(OSError, AttributeError):
         # a training that dies while this process is stopped would leave it stopped
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGCONT)
-    request: dict[str, Any] = json.loads(sys.argv[1])
-    root, step, catches_up = map(request.pop, ("root", "step", "catches_up"))
+    request = json.loads(sys.argv[1])
 
     def emit(event: Event) -> None:
         print(json.dumps(event.to_json()), flush=True)
 
     try:
-        publish_step(PublishSettings(**request), root, step, catches_up, emit)
-    except MindResumeError as error:
-        emit(PublishFailed(step, f"[{error.code}] {error}"))
-    except OSError as error:
-        emit(PublishFailed(step, error_text(error)))
+        publish_step(PublishSettings(**request.pop("settings")), **request, emit=emit)
+    except (MindResumeError, OSError) as error:
+        code = f"[{error.code}] " if isinstance(error, MindResumeError) else ""
+        emit(PublishFailed(request["step"], f"{code}{error_text(error)}"))
 
 
 if __name__ == "__main__":

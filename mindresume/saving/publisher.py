@@ -10,7 +10,7 @@ what the child runs.
     first commit at or after a multiple of every_steps ─▶ due ─▶ no save in progress: child
     a save begins ─▶ the child is stopped (SIGSTOP) ─▶ written ─▶ it continues
 
-One child runs at a time; a step that becomes due meanwhile is skipped, unless it is the last one.
+One child runs at a time. A step that becomes due meanwhile waits, or is skipped for the next one.
 """
 
 from __future__ import annotations
@@ -65,9 +65,8 @@ class Publisher:
     ) -> None:
         self.settings, self.root, self.emit = settings, root, emit
         self._catches_up = resumed and step > 0
-        self._committed = step
-        self._due = step if self._catches_up else 0
-        self._started = self._skipped = 0
+        self._committed, self._due = step, step if self._catches_up else 0
+        self._started = 0
         self._child: subprocess.Popen[bytes] | None = None
         self._is_paused = False
         self._told: set[str] = set()  # kinds of failures since the last success
@@ -75,21 +74,19 @@ class Publisher:
     def committed(self, step: int) -> None:
         """Receives a step that is committed, in any thread."""
         if crosses_multiple(self._committed, step, self.settings.every_steps):
+            if self._due > self._started > 0:
+                self._fail(self._due, f"those of step {self._started} are still being written")
             self._due = step
         self._committed = step
 
     def poll(self, is_saving: bool) -> None:
-        """Starts the step that is due, reports one that has ended, and lets the child pause while
-        a save is being written. Does not wait."""
+        """Reports a child that has ended, starts the step that is due, and lets the child pause
+        while a save is being written. Does not wait."""
         if self._child is not None and self._child.poll() is not None:
             self._report(self._child)
             self._child = None
-        if self._due > self._started and self._due != self._skipped:
-            if self._child is not None:
-                self._skipped = self._due
-                self._fail(self._due, f"step {self._started} is still being written; it is skipped")
-            elif not is_saving:
-                self._start(self._due)
+        if self._child is None and self._due > self._started and not is_saving:
+            self._start(self._due)
         if self._child is not None and is_saving != self._is_paused:
             self._is_paused = is_saving
             self._child.send_signal(signal.SIGSTOP if is_saving else signal.SIGCONT)
@@ -97,31 +94,25 @@ class Publisher:
     def finish(self, timeout: float) -> None:
         """Waits until the newest step that is due is published, at most ``timeout`` seconds."""
         until = runtime.monotonic() + timeout
-        due, self._due = self._due, 0
-        while True:
-            self.poll(False)
-            if self._child is None:
-                if due <= self._started:
-                    return
-                self._start(due)
-                continue
+        self.poll(False)
+        while self._child is not None:
             try:
                 self._child.wait(max(until - runtime.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
                 self._child.kill()
-                self._child.wait()
                 self._fail(
-                    max(due, self._started),
-                    f"it was not finished {timeout:.0f} s after the end of the training; the next "
-                    "start of this training continues with it, or mindresume export-hf writes it",
+                    self._due,
+                    f"they were not written {timeout:.0f} s after the end of the training; "
+                    "mindresume export-hf writes them",
                 )
                 return
+            self.poll(False)
 
     def _start(self, step: int) -> None:
         """Starts the child for ``step``."""
         self._started = step
         request = {
-            **asdict(self.settings),
+            "settings": asdict(self.settings),
             "root": self.root,
             "step": step,
             "catches_up": self._catches_up,
@@ -129,17 +120,18 @@ class Publisher:
         self._catches_up = self._is_paused = False
         try:
             self._child = start_child(json.dumps(request))
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
+        except OSError as error:
             self._fail(step, f"no process can be started: {error}")
 
     def _report(self, child: subprocess.Popen[bytes]) -> None:
         """Emits the events of a child that has ended; none: it had nothing to do."""
-        output, status = child.communicate()[0], child.returncode
-        if status:
-            self._fail(self._started, f"the process that writes them {end_text(status)}")
+        output = child.communicate()[0]
+        if child.returncode:
+            how = end_text(child.returncode)
+            self._fail(self._started, f"the process that writes them {how}")
         for line in output.splitlines():
             event = None
-            with suppress(ValueError, AttributeError):  # of a library
+            with suppress(ValueError, AttributeError):  # a line of a library
                 event = event_from_json(parse_json(line))
             if isinstance(event, PublishFailed):
                 self._fail(event.step, event.reason)

@@ -39,6 +39,7 @@ class Place:
 
     def __init__(self, folder: Path, *steps: int, **settings):
         self.root, self.dir, self.events = folder / "checkpoint", folder / "weights", []
+        folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(document(GROUPED)), encoding="utf-8")
         self.config = str(folder / "config.json")
         self.settings = PublishSettings(
@@ -79,7 +80,7 @@ def test_the_folder_is_that_of_an_export(tmp_path, dtype):
 def test_a_step_that_is_there_is_not_written_again(tmp_path):
     place = Place(tmp_path, 10).publish(10)
     before = os.stat(place.dir / "step-10").st_ino
-    assert place.publish(10).publish(10, catches_up=True).told == [10]
+    assert place.publish(10, catches_up=True).told == [10]
     assert os.stat(place.dir / "step-10").st_ino == before
 
 
@@ -103,9 +104,8 @@ def test_steps_of_a_training_that_went_back_go_first(tmp_path):
 
 
 def test_weights_of_another_save_of_the_step_are_replaced(tmp_path):
-    place = Place(tmp_path / "a" if (tmp_path / "a").mkdir() else tmp_path / "a", 10).publish(10)
+    place = Place(tmp_path / "a", 10).publish(10)
     before = contents(place.dir / "step-10")
-    (tmp_path / "b").mkdir()
     again = Place(tmp_path / "b", dir=str(place.dir))
     save(again.root, 10, RUN.replace("1", "2"))
     with published(place.dir), pytest.raises(SaveError, match="step-10"):
@@ -186,13 +186,14 @@ def test_readers_in_a_loop_see_whole_folders(tmp_path):
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
         reader.start()
-    for step in steps:
-        place.publish(step)
-    done.set()
-    for reader in readers:
-        reader.join()
+    try:
+        for step in steps[1:]:
+            place.publish(step)
+    finally:
+        done.set()
+        for reader in readers:
+            reader.join()
     assert wrong == [] and len(seen) > 1
-    assert place.publish(80).folders == ["step-80"]
 
 
 def test_nothing_is_published_yet(tmp_path):
@@ -216,7 +217,8 @@ def test_the_folder_that_latest_names_is_gone(tmp_path):
 def test_the_process_that_publishes(tmp_path):
     """What it writes for the training, and that it imports no framework."""
     place = Place(tmp_path, 10)
-    request = {**vars(place.settings), "root": str(place.root), "step": 10, "catches_up": False}
+    given = {"root": str(place.root), "step": 10, "catches_up": False}
+    request = {"settings": vars(place.settings), **given}
     command = (
         "import sys; from mindresume.api import publication; publication.main(); "
         "assert not {'mindspore', 'mindformers', 'torch'} & {*sys.modules}"
@@ -231,4 +233,4 @@ def test_the_process_that_publishes(tmp_path):
     assert run(request)["event"] == "weights_published"
     assert run({**request, "step": 30})["event"] == "publish_failed"
     settings = replace(place.settings, config=str(tmp_path / "nowhere"))
-    assert run({**request, **vars(settings)})["event"] == "publish_failed"
+    assert run({**request, "settings": vars(settings)})["event"] == "publish_failed"

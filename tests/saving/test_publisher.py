@@ -90,17 +90,18 @@ def test_the_first_commit_at_or_after_each_multiple(children):
     assert steps_of(children) == [12, 35, 40]
     assert [event.step for event in training.events] == [12, 35, 40]
     assert not any(child.request["catches_up"] for child in children)
-    assert children[0].request["root"] == "/root" and children[0].request["dtype"] == "keep"
+    assert children[0].request["root"] == "/root"
+    assert PublishSettings(**children[0].request["settings"]) == SETTINGS
 
 
 def test_one_process_at_a_time(children):
-    training = Training().commit(10, 20, 30)
-    assert steps_of(children) == [10] and training.failed == [20]  # said once
+    training = Training().commit(10, 20)
+    assert steps_of(children) == [10] and training.failed == []
+    training.commit(30, 35)  # the newest waits
+    assert steps_of(children) == [10] and training.failed == [20]
     children[0].publish()
-    training.commit(35)
-    assert steps_of(children) == [10]
-    training.commit(40)
-    assert steps_of(children) == [10, 40]
+    training.commit(36)
+    assert steps_of(children) == [10, 30]
 
 
 def test_never_during_a_save(children):
@@ -138,9 +139,10 @@ def test_a_kind_of_failure_is_told_once_until_one_succeeds(children):
     fail(20)
     assert training.failed == [10]
     training.commit(30)
-    children[-1].end(0, PublishFailed(30, "the disk is full"), Notice("of a library"))
+    children[-1].end(0, PublishFailed(30, "the disk is full"), Notice("an old folder stays"))
+    children[-1].output = b"words of a library\n[]\n" + children[-1].output
     training.commit(40)
-    assert training.failed == [10, 30]
+    assert training.failed == [10, 30] and Notice("an old folder stays") in training.events
     children[-1].publish()
     fail(50)
     assert training.failed == [10, 30, 50]
