@@ -13,9 +13,11 @@ class SpikeRule:
     """Judges the values of one curve, step by step.
 
     A value is a spike if it exceeds the median of the last ``window`` values by more than
-    ``factor`` times their median absolute deviation (MAD). Spikes are not among these values, so
-    one does not hide the next. The rule is silent for the first ``min_steps`` values, and about
-    low values. ``min_steps`` spikes in a row are a new level: the rule begins anew with them.
+    ``factor`` deviations: their median absolute deviation (MAD), or half of the distance from the
+    median to the 95th percentile if that is more, as with data of several kinds. Spikes are not
+    among these values, so one does not hide the next. The rule is silent for the first
+    ``min_steps`` values, and about low values. ``min_steps`` spikes in a row are a new level: the
+    rule begins anew with them.
     """
 
     def __init__(self, window: int, factor: float, min_steps: int):
@@ -28,11 +30,14 @@ class SpikeRule:
         if not math.isfinite(value):
             return ""
         if len(self._values) >= self.min_steps:
-            middle = median(self._values)
-            deviation = median(abs(each - middle) for each in self._values)
-            deviation = max(deviation, FLOOR * abs(middle))
+            known = sorted(self._values)
+            middle, size = median(known), len(known)
+            deviation = max(
+                median(abs(each - middle) for each in known),
+                (known[size * 95 // 100] - middle) / 2,
+                FLOOR * abs(middle),
+            )
             if deviation and value - middle > self.factor * deviation:
-                size = len(self._values)
                 self._spikes.append(value)
                 if len(self._spikes) >= self.min_steps:
                     self._values.clear()
