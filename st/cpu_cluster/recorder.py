@@ -3,13 +3,14 @@
 What: ``CPU_CLUSTER_STEPS=path`` appends one JSON line a step, flushed, so that it survives SIGKILL.
 ``{rank}`` in the path becomes the rank; without it only rank 0 records.
 
-    {"step": 7, "loss": 4.85203, "hex": "409b43d4", "lr": 0.0002, "batch": "5f3c...", "samples":
-    ["9a0c...", ...],
+    {"step": 7, "loss": 4.85203, "hex": "409b43d4", "lr": 0.0002, "norm": 1.25,
+     "batch": "5f3c...", "samples": ["9a0c...", ...],
      "epoch": 1, "epoch_step": 7, "draws": [0.61, 0.07, 42, 7], "time": 1760000000.1}
 
 step        the optimizer's global_step after the step: counts on over a resume that restored it
 hex         the bits of the float32 loss, for exact comparison
-lr          the learning rate that the training cell returned, null if it returns none
+lr, norm    the learning rate and the norm of the gradients that the training cell returned, null
+            if it returns none
 samples     one id a row of this rank's batch: 12 hex digits of SHA-256 over the row in the first
             input column; the
             rows of ``st/data/make_data.py`` are distinct, so an id is a sample
@@ -94,6 +95,7 @@ class StepRecorder(Callback):
             "loss": float(loss),
             "hex": loss.tobytes()[::-1].hex(),
             "lr": float(outputs[3].asnumpy()) if len(outputs) > 3 else None,
+            "norm": float(outputs[4].asnumpy()) if len(outputs) > 4 else None,
             "batch": hashlib.sha256(rows.tobytes()).hexdigest()[:16],
             "samples": sample_ids(rows),
             "epoch": cb.cur_epoch_num,

@@ -3,13 +3,13 @@
 What: ``CPU_CLUSTER_STEPS=path`` appends one JSON line a step, flushed, so that it survives SIGKILL.
 ``{rank}`` in the path becomes the rank; without it only rank 0 records.
 
-    {"step": 7, "loss": 6.31, "hex": "40c9eb85", "opt_step": 7, "consumed": 56, "epoch": 0, "batch":
-    "5f3c...",
-     "samples": ["9a0c...", ...], "draws": [0.61, 0.07, 42, 7], "state": {"skipped_steps": 0, ...},
-     "time": 1760000000.1}
+    {"step": 7, "loss": 6.31, "hex": "40c9eb85", "norm": 1.25, "opt_step": 7, "consumed": 56,
+     "epoch": 0, "batch": "5f3c...", "samples": ["9a0c...", ...], "draws": [0.61, 0.07, 42, 7],
+     "state": {"skipped_steps": 0, ...}, "time": 1760000000.1}
 
 step        ``state.global_step`` after the step
 hex         the bits of the float32 loss
+norm        of the gradients
 opt_step    the optimizer's own count, null if it has none
 consumed    ``state.consumed_samples`` (from 2.1.0 on), else null
 epoch       ``state.epoch``
@@ -93,6 +93,7 @@ class StepRecorder:
             "step": int(state.global_step),
             "loss": float(loss),
             "hex": loss.tobytes()[::-1].hex(),
+            "norm": float(np.asarray(values["grad_norm"].asnumpy()).mean()),
             "opt_step": _number(getattr(values["optimizer"], "global_step", None)),
             "consumed": _number(getattr(state, "consumed_samples", None)),
             "epoch": getattr(state, "epoch", None),
