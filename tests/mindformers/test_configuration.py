@@ -1,6 +1,7 @@
 """Checkpoint 2.0 in the trainer: both dialects of the keys, the choice, and the numbers that
 mindformers computes with."""
 
+import json
 import os
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 
 pytest.importorskip("mindformers.tools")
 
+from huggingface_folders import GROUPED, document  # noqa: E402
 from mindformers.tools.register import MindFormerConfig  # noqa: E402
 from rank_folders import STORAGE, state_of, write_rank  # noqa: E402
 
@@ -18,6 +20,7 @@ from mindresume.mindformers.configuration import (
     LoadRequest,
     request_of_iterations,
     request_of_pynative,
+    with_publishing,
 )  # noqa: E402
 from mindresume.mindformers.counters import common_info  # noqa: E402
 from mindresume.mindformers.graph_load import GraphNetwork  # noqa: E402
@@ -293,3 +296,60 @@ def test_the_number_of_reading_threads():
         for read in (lambda config: request_of_pynative(config, "a"), request_of_iterations):
             with pytest.raises(ConfigError, match="reshard_worker_num"):
                 read({"checkpoint": {"reshard_worker_num": value}})
+
+
+# ---- what is published ---------------------------------------------------------------------------
+
+
+def publishing(folder, **values):
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(document(GROUPED)), encoding="utf-8")
+    (folder / "other.json").write_text(json.dumps({"model_type": "bert"}), encoding="utf-8")
+    monitor = {"type": adapter.ALIAS, "directory": str(folder / "output")}
+    config = config_of(callbacks=[monitor], pretrained_model_dir=values.pop("model", ""))
+    given = {"every_steps": 10, "dir": str(folder / "weights"), "config": str(model)}
+    return with_publishing(Settings.load({"publish": {**given, **values}}), config).publish
+
+
+def test_the_model_of_published_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    without = Settings.load({"publish": {"every_steps": 10, "dir": "w"}})
+    publishing(tmp_path)
+    config = config_of(pretrained_model_dir="model", callbacks=[])
+    monkeypatch.setattr(adapter, "output_root", lambda: str(tmp_path / "output"))
+    assert with_publishing(without, config).publish.config == str(tmp_path / "model")
+    off = Settings()
+    assert with_publishing(off, config_of()) is off
+
+
+@pytest.mark.parametrize(
+    "values, fact",
+    [
+        ({"dir": "{}/output/checkpoint"}, "publish.dir"),
+        ({"dir": "{}/output/checkpoint/deep"}, "publish.dir"),
+        ({"config": "{}/nowhere"}, "nowhere"),
+        ({"config": "{}/other.json"}, "other.json"),
+        ({"dtype": "float16"}, "publish.dtype"),
+        ({"keep": 0}, "publish.keep"),
+        ({"dir": ""}, "publish.dir"),
+    ],
+)
+def test_weights_that_cannot_be_published_are_refused(tmp_path, values, fact):
+    given = {
+        key: value.format(tmp_path) if isinstance(value, str) else value
+        for key, value in values.items()
+    }
+    with pytest.raises(ConfigError, match=fact):
+        publishing(tmp_path, **given)
+
+
+@pytest.mark.parametrize("missing", ["dir", "config"])
+def test_a_setting_that_publishing_needs_is_missing(tmp_path, missing):
+    section = {"every_steps": 10, "dir": str(tmp_path / "weights"), "config": str(tmp_path)}
+    del section[missing]
+    with pytest.raises(ConfigError, match=f"publish.{missing}"):
+        with_publishing(
+            Settings.load({"publish": section}),
+            config_of(callbacks=[{"type": adapter.ALIAS, "directory": str(tmp_path / "output")}]),
+        )
