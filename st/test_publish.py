@@ -5,10 +5,16 @@ nothing."""
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
 
 import mindresume
 from mindresume.formats.consolidated import read_conversion_manifest
@@ -16,7 +22,7 @@ from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import file_checksum
 from st.pynative_cases import OURS, build  # noqa: F401
 from st.run_attempts import LIMIT, assert_event, assert_resumed, events, run_beside, wrong_steps
-from st.training_run import Run
+from st.training_run import ROOT, SIZES, Run
 
 # ruff: noqa: F811  build is a fixture
 CONFIG = {
@@ -156,3 +162,37 @@ def test_the_pynative_trainer_publishes(build):
     run.start(**OURS, **settings(run, SMALL, every_steps=20)).wait_for_success(LIMIT)
     assert_event(run, "weights_published", step=40)
     assert_published(run, 40)
+
+
+@pytest.mark.soak  # the installation of torch
+def test_transformers_computes_like_the_checkpoint(whole_single, tmp_path):
+    """The logits of the folder that is published, by transformers, are those of the checkpoint, by
+    the network of mindformers."""
+    run = run_beside(whole_single, tmp_path / "run", copied=False)
+    run.start(**settings(run, every_steps=40)).wait_for_success(LIMIT)
+    tokens, ours, theirs = (tmp_path / f"{name}.npy" for name in ("tokens", "ours", "theirs"))
+    np.save(tokens, np.random.default_rng(3).integers(1, 512, (2, 32)))
+    (source,) = run.checkpoints.glob("rank_0/*-4_10.safetensors")
+    changes = [f"{name.rpartition('.')[2]}={value}" for name, value in SIZES.items()]
+    interpreter = call("bash", ROOT / "scripts" / "hf_env.sh").split()[-1]
+    call(
+        sys.executable,
+        ROOT / "st" / "cpu_cluster" / "run.py",
+        ROOT / "st" / "programs" / "hf_logits.py",
+        ROOT / "configs" / "quickstart_qwen3.yaml",
+        *(source, tokens, ours, *changes),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    with mindresume.published(run.folder / "weights") as folder:
+        program = ROOT / "st" / "programs" / "hf_torch.py"
+        call(interpreter, program, "logits", folder, tokens, theirs)
+    found, expected = np.load(theirs).reshape(64, 512), np.load(ours).reshape(64, 512)
+    assert np.ptp(expected) > 0.5
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def call(*words: object, **how: Any) -> str:
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, **how)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
