@@ -113,6 +113,10 @@ def train(
     rounds.add(f"{name}: all steps", times[max(times)] - times[FIRST])
     rounds.add(f"{name}: end", ended - times[max(times)])
     if on:
+        words = ["export-hf", run.checkpoints, run.folder / "again", "--config", config]
+        export = [sys.executable, "-m", "mindresume", *map(str, words)]
+        usage = os.wait4(subprocess.Popen(export, stdout=subprocess.DEVNULL).pid, 0)[2]
+        rounds.add("memory", usage.ru_maxrss / 2**10)
         done = events(run, "weights_published")
         rounds.add("publications", len(done))
         rounds.add("seconds", statistics.median(row["seconds"] for row in done))
@@ -125,11 +129,12 @@ def text_of(rounds: measure.Rounds, options: argparse.Namespace) -> str:
     for what in ("step", "all steps", "end"):
         with_, without = rounds.median(f"with: {what}"), rounds.median(f"without: {what}")
         rows.append([what, f"{without:.3f}", f"{with_:.3f}", f"{with_ - without:+.3f}"])
-    count, seconds, size = (rounds.median(name) for name in ("publications", "seconds", "MiB"))
+    names = ("publications", "seconds", "MiB", "memory")
+    count, seconds, size, memory = map(rounds.median, names)
     return (
         f"{10 * options.epochs} steps, a save each {options.every} steps; {count:.0f} publications "
-        f"of {size:.0f} MiB, {seconds:.2f} s each; {os.cpu_count()} cores\n\n"
-        + measure.table(["seconds", "off", "on", "difference"], rows)
+        f"of {size:.0f} MiB, {seconds:.2f} s each; memory of an export: {memory:.0f} MiB; "
+        f"{os.cpu_count()} cores\n\n" + measure.table(["seconds", "off", "on", "difference"], rows)
     )
 
 

@@ -42,7 +42,8 @@ def start_child(request: str) -> subprocess.Popen[bytes]:
     low = [word for words in _LOW if shutil.which(words[0]) for word in words]
     return subprocess.Popen(
         [*low, sys.executable, "-m", "mindresume.api.publication", request],
-        env={**os.environ, "PYTHONPATH": path},
+        # a supervisor takes a process with MS_ROLE for a rank
+        env={**os.environ, "PYTHONPATH": path, "MS_ROLE": ""},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
     )
