@@ -1,6 +1,7 @@
 """Published weights: the bytes of an export, LATEST, what stays, what a dead publisher leaves, and
 readers."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -19,8 +20,9 @@ from mindresume import runtime
 from mindresume.api import publication
 from mindresume.api.publication import publish_step, published
 from mindresume.errors import ConfigError, MissingCheckpointError, SaveError
-from mindresume.events import WeightsPublished
+from mindresume.events import PublishFailed, WeightsPublished
 from mindresume.saving.committer import Committer
+from mindresume.saving.publisher import Publisher
 from mindresume.saving.shard_writer import rank_shard, write_shard
 from mindresume.settings import PublishSettings
 
@@ -196,6 +198,19 @@ def test_readers_in_a_loop_see_whole_folders(tmp_path):
     assert wrong == [] and len(seen) > 1
 
 
+def test_a_folder_that_goes_between_open_and_lock(tmp_path, monkeypatch):
+    place, real, late = Place(tmp_path, 10, 20, keep=1).publish(10), fcntl.flock, [20]
+
+    def flock(file, kind):
+        if kind == fcntl.LOCK_SH and late:
+            place.publish(late.pop())  # removes step 10
+        real(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with published(place.dir) as folder:
+        assert folder == f"{place.dir}/step-20" and place.folders == ["step-20"]
+
+
 def test_nothing_is_published_yet(tmp_path):
     with pytest.raises(MissingCheckpointError, match="LATEST"), published(tmp_path):
         pass
@@ -234,3 +249,15 @@ def test_the_process_that_publishes(tmp_path):
     assert run({**request, "step": 30})["event"] == "publish_failed"
     settings = replace(place.settings, config=str(tmp_path / "nowhere"))
     assert run({**request, "settings": vars(settings)})["event"] == "publish_failed"
+
+
+def test_a_training_learns_what_its_process_did(tmp_path):
+    place = Place(tmp_path, 10)
+    publisher = Publisher(place.settings, str(place.root), 0, False, place.events.append)
+    publisher.committed(10)
+    publisher.finish(600.0)
+    publisher.committed(20)  # there is no such checkpoint
+    publisher.finish(600.0)
+    assert place.told == [10] and place.latest == "step-10\n"
+    (failed,) = (event for event in place.events if isinstance(event, PublishFailed))
+    assert failed.step == 20
