@@ -129,6 +129,21 @@ class ResumeDifferenceError(MindResumeError):
     code = "MR-605"
 
 
+class BadStepError(MindResumeError):
+    """A step was bad, and the guard ends the job; or the samples of a bad step come next, and the
+    next start skips them.
+
+    Attributes:
+        status: exit status of the job: 67: another start goes on; 68: a person has to look first.
+    """
+
+    code = "MR-606"
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
 class StrategyError(MindResumeError, ValueError):
     """A strategy file is damaged, contradicts itself or the files beside it, or a strategy cannot
     be written to a file."""

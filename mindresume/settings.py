@@ -178,6 +178,11 @@ class GuardSettings:
     )
 
     @property
+    def ends_job(self) -> bool:
+        """Returns whether a bad step can end the job."""
+        return not {self.nan, self.loss_spike, self.grad_norm} <= {"off", "warn"}
+
+    @property
     def is_on(self) -> bool:
         """Returns whether any step can be bad."""
         return any(kind != "off" for kind in (self.nan, self.loss_spike, self.grad_norm))
@@ -396,6 +401,11 @@ class Settings:
                 "(docs/notifications.md)"
             )
         settings: Settings = _section(cls, "mindresume", section, environment)
+        if settings.guard.ends_job and not settings.preemption_check_interval:
+            raise ConfigError(
+                "mindresume.guard ends a job by the exchange that preemption_check_interval "
+                "configures, which is 0: off. Remove that key, or set guard to warn or off"
+            )
         return settings
 
 

@@ -55,7 +55,8 @@ STATUS = 128 + signal.SIGTERM
 BY_SIGNAL = "SIGTERM"
 BY_FILE = "graceful exit"
 BY_UNKNOWN = "SIGTERM of an unknown sender"
-REASONS = BY_SIGNAL, BY_FILE, BY_UNKNOWN  # what counts first
+BY_GUARD = "bad step"
+REASONS = BY_GUARD, BY_SIGNAL, BY_FILE, BY_UNKNOWN  # what counts first
 SIGNALS = BY_SIGNAL, BY_UNKNOWN  # the process ends with STATUS
 # with MS_ENABLE_GRACEFUL_EXIT=1, where no OnRequestExit names another
 FILE = "graceful_exit.json"
@@ -139,7 +140,14 @@ class PreemptionHandler:
         before: see ``ExitFile``.
         on_own_signal: called once, in any thread, after SIGTERM of this process itself, unless the
             ranks have agreed to stop.
+
+    Attributes:
+        finding: a bad step of this rank (``saving.guard``), sent to the others; None: none.
+        findings: those of all ranks at the last exchange.
     """
+
+    finding: Any = None
+    findings: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -195,6 +203,8 @@ class PreemptionHandler:
 
     def local_request(self) -> str:
         """Returns the request of this rank, one of REASONS, or empty."""
+        if self.finding is not None:
+            return BY_GUARD
         if self._before is not None and self.others:
             # MindSpore's callback has installed a handler of its own
             self._senders.arm()
@@ -210,6 +220,7 @@ class PreemptionHandler:
         some steps."""
         if not self.seconds or self.group.size > 1 and step < self._next:
             return ""
+        self.findings = [self.finding]
         reason = self.local_request() if self.group.size == 1 else self._exchange(step)
         self._is_decided = self._is_decided or bool(reason)
         return reason
@@ -219,7 +230,8 @@ class PreemptionHandler:
         the next one."""
         rows = gather_results(self.group, partial(self._own_row, step))
         if self.peers:
-            self.peers.on_peer_state([state for _, _, state in rows])
+            self.peers.on_peer_state([row[2] for row in rows])
+        self.findings = [row[3] for row in rows]
         self._interval = rows[0][1]
         self._next, self._asked = step + self._interval, (step, runtime.monotonic())
         return next((reason for reason in REASONS for row in rows if row[0] == reason), "")
@@ -229,6 +241,7 @@ class PreemptionHandler:
             self.local_request(),
             self._propose(step),
             self.peers.local_state() if self.peers else None,
+            self.finding,
         ]
 
     def _propose(self, step: int) -> int:

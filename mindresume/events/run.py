@@ -442,6 +442,70 @@ class ResumeDiffers(Event):
 
 
 @dataclass(frozen=True)
+class BadStepFound(Event):
+    """A step is bad on this rank. With the response ``warn`` only the first of several in a row is
+    emitted.
+
+    Attributes:
+        step: its number; in sink mode the last one of its sink.
+        reason: what is bad.
+        response: warn, stop or rollback, as ``guard`` says.
+    """
+
+    step: Count
+    reason: str
+    response: str
+
+    log_level = WARNING
+    template = "step {step} is bad: {reason} (guard: {response})"
+
+
+@dataclass(frozen=True)
+class GuardEnded(Event):
+    """All ranks have agreed on the first bad step, and the job ends.
+
+    Attributes:
+        step: the last step that was trained.
+        bad_step: the first bad one.
+        rank: that found it.
+        reason: what is bad.
+        rollbacks: in a row without a good checkpoint between them; 0: the guard stops the job.
+        samples: that the next start skips.
+    """
+
+    step: Count
+    bad_step: Count
+    rank: Count
+    reason: str
+    rollbacks: Count
+    samples: Count
+
+    log_level = WARNING
+
+    def line(self) -> str:
+        what = (
+            f"rollback {self.rollbacks}, the next start skips {counted(self.samples, 'sample')}"
+            if self.rollbacks
+            else "the guard stops it"
+        )
+        return (
+            f"the job ends after step {self.step}: step {self.bad_step} is bad on rank "
+            f"{self.rank}, {self.reason}; {what}"
+        )
+
+
+@dataclass(frozen=True)
+class WindowSkipped(Event):
+    """The samples of bad steps are skipped at this start. ``step``: after which."""
+
+    step: Count
+    samples: Count
+
+    log_level = WARNING
+    template = "{samples} samples after step {step} are skipped, because a step with them was bad"
+
+
+@dataclass(frozen=True)
 class NetworkCompiled(Event):
     """The first step after a load is compiled, and is about to be computed."""
 

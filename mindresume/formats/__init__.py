@@ -271,6 +271,7 @@ class Scan:
             (``saving.crash_loop``).
         fresh_start_refusal: if no candidate was ever complete, why no training may begin in this
             directory nevertheless; empty if one may.
+        bad_steps: the rows of the note of bad steps (``formats.bad_steps``), oldest first.
     """
 
     directory: CheckpointDir
@@ -281,6 +282,7 @@ class Scan:
     expected_source: str = ""
     has_load_attempts: bool = False
     fresh_start_refusal: str = ""
+    bad_steps: tuple[Any, ...] = ()
 
     @property
     def has_checkpoint(self) -> bool:

@@ -22,8 +22,14 @@ from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 
-from mindresume.errors import ConfigError, CorruptFileError, MissingCheckpointError
+from mindresume.errors import (
+    ConfigError,
+    CorruptFileError,
+    MissingCheckpointError,
+    RecordError,
+)
 from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Scan, unlisted_candidate
+from mindresume.formats.bad_steps import BAD_STEPS, BadStep, read_bad_steps, refuse_bad
 from mindresume.formats.iterations import (
     COMMON,
     TRACKER,
@@ -89,6 +95,13 @@ def scan(directory: CheckpointDir) -> Scan:
     ours, known, notes = scan_records(
         directory, find_attempts(directory, attempted or [], top), brief=True
     )
+    bad_steps: tuple[BadStep, ...] = ()
+    if BAD_STEPS in (attempted or ()):
+        try:
+            bad_steps = read_bad_steps(directory)
+        except (OSError, RecordError, ValueError) as error:
+            notes.append(f"{FOLDER}/{BAD_STEPS} cannot be read, so no sample is skipped: {error}")
+        ours = refuse_bad(ours, bad_steps)
     in_ranks, first = scan_rank_folders(
         directory, top, attempted, [c for c in ours if not c.iteration_dir], known
     )
@@ -106,6 +119,7 @@ def scan(directory: CheckpointDir) -> Scan:
         expected,
         source,
         any(name.startswith(LOAD_ATTEMPTS) for name in attempted or ()),
+        bad_steps=bad_steps,
     )
 
 

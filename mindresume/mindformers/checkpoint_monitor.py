@@ -30,8 +30,9 @@ from mindresume.errors import ConfigError, RecordError, SaveError
 from mindresume.events import NetworkCompiled
 from mindresume.formats.rank_folders import stem
 from mindresume.mindformers import adapter, heartbeat, training_context, upstream
-from mindresume.mindformers.training_saves import StateCollector, TrainingSaves
+from mindresume.mindformers.training_saves import StateCollector, TrainingSaves, step_values
 from mindresume.model.manifest import FORMATS
+from mindresume.model.training_state import DataPosition
 from mindresume.resume.eligible import add
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.retention import policy_of
@@ -224,6 +225,15 @@ class _MonitorState(StepState):
             tuple(collector.extras(self.cb_params, state)),
             collector.context.ledger(int(self.cb_params.cur_epoch_num), state),
         )
+
+    def values(self) -> dict[str, float]:
+        return step_values(self.cb_params.net_outputs)
+
+    def window(self, steps: int) -> tuple[int, DataPosition | None, int]:
+        progress, batch = self.monitor._collector.context.progress, self.monitor.global_batch_size
+        sink = progress.sink_size or 1
+        first = self.step - sink + 1
+        return first, progress.data_at(first - 1, batch)[1], -(-steps // sink) * sink * (batch or 0)
 
     def collect_local(self) -> Shard:
         collector = self.monitor._collector

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from mindresume.errors import ProgressError
-from mindresume.events import ProgressRestored, warning
+from mindresume.events import ProgressRestored, WindowSkipped, warning
 from mindresume.formats.rank_folders import parse_name
 from mindresume.mindformers.training_context import RunProgress, TrainingContext
 from mindresume.model.training_state import SKIP_KEY, TrainingState
@@ -50,7 +50,8 @@ def continue_after(
     Raises:
         ProgressError: As ``resume.progress.resume_progress``.
     """
-    progress = context.progress.origin = resume_progress(state, setting)
+    progress = resume_progress(state, setting, context.progress.bad_steps)
+    context.progress.origin = progress
     context.progress.summary = summary_rows(state, progress, setting)
     for sentence in resume_warnings(progress, setting, context.settings.on_dataset_change):
         context.emit(warning(sentence))
@@ -64,7 +65,13 @@ def continue_after(
             state.loss_scale,
         )
     )
+    _say_skipped(progress, context)
     return progress
+
+
+def _say_skipped(progress: ResumeProgress, context: TrainingContext) -> None:
+    if progress.skipped:
+        context.emit(WindowSkipped(progress.initial_step, progress.skipped))
 
 
 def begin_fresh(setting: RunSettings, context: TrainingContext) -> ResumeProgress:
@@ -76,7 +83,8 @@ def begin_fresh(setting: RunSettings, context: TrainingContext) -> ResumeProgres
     """
     if sentence := check_skip(setting):
         context.emit(warning(sentence))
-    context.progress.origin = fresh_progress(setting)
+    context.progress.origin = fresh_progress(setting, context.progress.bad_steps)
+    _say_skipped(context.progress.origin, context)
     return context.progress.origin
 
 
@@ -87,11 +95,7 @@ def skip_data(config: Any, dataset: Any, context: TrainingContext) -> None:
     progress = begin_fresh(setting, context)
     config.runner_config.initial_epoch = progress.initial_epoch
     refuse_skip(dataset, progress.data_skip)
-    if (
-        setting.data_request.skip
-        and not setting.data_request.ignore
-        and progress.data_skip != setting.data_request.skip
-    ):
+    if progress.data_skip != setting.skip:  # which mindformers has done
         dataset.set_init_step(progress.data_skip)
 
 

@@ -329,6 +329,7 @@ def select_plan(
     found = CheckpointSelector(
         resources.storage, group, context.settings, context.emit, sources, resources.topology
     ).select(request)
+    context.progress.bad_steps = found.bad_steps
     if found.choice is None:
         return None
     resources.read_lock, resources.pending_load.attempt = found.read_lock, found.load_attempt

@@ -35,8 +35,15 @@ from mindresume.coordination.lease import Lease
 from mindresume.coordination.lease_acquisition import check_no_live_job
 from mindresume.coordination.rank_heartbeat import ENDING, INFERENCE
 from mindresume.coordination.storage_topology import SharedGroups, single_group
-from mindresume.errors import AlteredWeightsError, ConfigError, RemoteError, TrainingCompleteError
+from mindresume.errors import (
+    AlteredWeightsError,
+    BadStepError,
+    ConfigError,
+    RemoteError,
+    TrainingCompleteError,
+)
 from mindresume.events import (
+    ERROR,
     FAILED,
     FINISHED,
     NOTHING_TO_TRAIN,
@@ -50,6 +57,7 @@ from mindresume.events import (
 from mindresume.events.event_file import EventFile
 from mindresume.events.metrics import Metrics
 from mindresume.formats import CheckpointDir
+from mindresume.formats.bad_steps import BadStep
 from mindresume.formatting import listed
 from mindresume.mindformers import adapter, heartbeat
 from mindresume.mindformers.adapter import MindFormersLog, TensorBoard
@@ -72,6 +80,7 @@ from mindresume.resume.memory_source import write_selected
 from mindresume.resume.progress import START, ResumeProgress, SummaryRow
 from mindresume.resume.verifier import VerifiedShard
 from mindresume.saving.crash_loop import PendingLoadAttempt
+from mindresume.saving.guard import GO_ON, WINDOW
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.save_session import publish_completed, upload_completed
 from mindresume.settings import Settings
@@ -148,6 +157,7 @@ class RunProgress:
         stop_reason: why the training stopped early, after its last step was saved; empty: it did
             not.
         metrics: newest value of each reported metric.
+        bad_steps: those of earlier runs, oldest first; their samples are skipped.
     """
 
     origin: ResumeProgress = START
@@ -160,6 +170,7 @@ class RunProgress:
     step: int | None = None
     stop_reason: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+    bad_steps: tuple[BadStep, ...] = ()
 
     def data_at(self, step: int, batch: int | None) -> tuple[int | None, DataPosition | None]:
         """Returns (samples seen, position in the data) after ``step``; None where it is unknown."""
@@ -393,6 +404,12 @@ def training(config: Any) -> Iterator[TrainingContext]:
             context.requests = preemption.requests(config)
             try:
                 yield context
+                if context.progress.stop_reason == WINDOW:
+                    raise BadStepError(
+                        f"the samples of a bad step come after step {context.progress.step}, which "
+                        "is saved: start the same command again, which skips them",
+                        GO_ON,
+                    )
                 ended = _ended(context.progress)
             except TrainingCompleteError as error:
                 heartbeat.enter(ENDING)
@@ -402,6 +419,9 @@ def training(config: Any) -> Iterator[TrainingContext]:
             heartbeat.enter(ENDING)
             context.resources.pending_load.end(error)
             ended = _ended(context.progress, error)
+            if isinstance(error, BadStepError):
+                context.emit(Notice(f"[{error.code}] {error}", ERROR))
+                raise SystemExit(error.status) from error
             raise
     if context.progress.stop_reason in preemption.SIGNALS:
         raise SystemExit(preemption.STATUS)

@@ -63,6 +63,8 @@ class TrainingSaves:
             resources.pending_load,
             heartbeat,
         )
+        self.manager.bad_before = context.progress.bad_steps
+        self.manager.window_step = context.progress.origin.window_step
         origin = plan.origin if plan.resumes else None
         self.manager.open(resources.topology, origin, resources.remote)
         resources.release()
@@ -356,6 +358,18 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, Shape]:
 def number(value: Any, kind: type) -> Any:
     """Returns a Python number for a number, or for a tensor or parameter of one element."""
     return kind(live.as_numpy(value).reshape(-1)[0])
+
+
+def step_values(outputs: Any) -> dict[str, float]:
+    """Returns the ``loss`` and ``grad_norm`` of a step from the outputs of the network: loss,
+    overflow, loss scale, learning rate, norm of the gradients (mindformers wrapper/wrapper.py); the
+    later ones may be absent. Nothing after an overflow, for which loss scaling skips the update."""
+    rows = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+    if len(rows) > 1 and mean_of(rows[1]):
+        return {}
+    found = {"loss": mean_of(rows[0]) if rows and adapter.has_loss() else None}
+    found["grad_norm"] = mean_of(rows[4]) if len(rows) > 4 else None
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def loss_metric(outputs: Any) -> dict[str, float]:

@@ -17,6 +17,7 @@ from mindresume.formats import (
     Refusal,
     missing_ranks_text,
 )
+from mindresume.formats.bad_steps import BadStep
 from mindresume.formats.weight_files import file_sizes, is_weights_only, known_damage
 from mindresume.formatting import listed, ranks_count
 from mindresume.resume.replicas import replica_files
@@ -239,6 +240,7 @@ class Choice:
         consolidated: these are consolidated weights, which have no layout of their own.
         directory: the checkpoint directory of the training, if ``root`` is its tier in memory; else
             empty.
+        bad_steps: of the checkpoint directory on disk, oldest first.
     """
 
     chosen: Candidate | None
@@ -251,6 +253,7 @@ class Choice:
     warnings: tuple[str, ...] = ()
     consolidated: bool = False
     directory: str = ""
+    bad_steps: tuple[BadStep, ...] = ()
 
     @property
     def in_memory(self) -> bool:

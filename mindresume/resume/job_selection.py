@@ -54,6 +54,7 @@ from mindresume.events import (
     warning,
 )
 from mindresume.formats import MINDFORMERS, CheckpointDir
+from mindresume.formats.bad_steps import BadStep
 from mindresume.formats.scan import find as find_checkpoints
 from mindresume.resume.eligible import Choice, SelectionPolicy, describe_candidate, unhealthy_files
 from mindresume.resume.selection import select_checkpoint
@@ -102,12 +103,14 @@ class SelectedCheckpoint:
         uses_layouts: each rank loads regions of tensors, instead of its own file.
         read_lock: keeps the checkpoint from being removed. Release it when all ranks have read it.
         load_attempt: counts this load until a step is done. None: loads are not counted.
+        bad_steps: of the checkpoint directory, oldest first.
     """
 
     choice: Choice | None = None
     uses_layouts: bool = False
     read_lock: Lease | None = None
     load_attempt: LoadAttempt | None = None
+    bad_steps: tuple[BadStep, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,7 @@ class CheckpointSelector:
             )
         if choice.chosen is None:
             self._start_afresh(request, path)
-            return SelectedCheckpoint()
+            return SelectedCheckpoint(bad_steps=choice.bad_steps)
         return self._protect(request, choice, any_layout or choice.consolidated)
 
     def _start_afresh(self, request: SelectionRequest, path: str) -> None:
@@ -287,7 +290,7 @@ class CheckpointSelector:
             if lock is not None:
                 lock.release()
             raise
-        return SelectedCheckpoint(choice, uses_layouts, lock, attempt)
+        return SelectedCheckpoint(choice, uses_layouts, lock, attempt, choice.bad_steps)
 
 
 def caching_storage(storage: Storage, settings: Settings, group: Group) -> Storage:

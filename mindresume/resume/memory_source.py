@@ -44,6 +44,7 @@ from mindresume.coordination.storage_topology import SharedGroups, newest_first,
 from mindresume.errors import RemoteError, SaveError, UnusableCheckpointError
 from mindresume.events import SILENT, Notice, Progress
 from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal
+from mindresume.formats.bad_steps import BadStep
 from mindresume.formats.iterations import iteration_name
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import find_candidates
@@ -70,6 +71,7 @@ from mindresume.saving.shard_writer import SaveTarget, is_committed
 from mindresume.storage import Storage, publish
 from mindresume.storage.read_cache import ReadCache, uncached
 from mindresume.tensor_files.header import CHUNK
+from mindresume.typed import decode
 
 # names of saves that one rank sends to the others; a tier holds three of each run
 _MAX_OFFERS = 16
@@ -87,6 +89,7 @@ class MemorySource:
         offers: the saves there, by name.
         names: saves that all ranks may take, newest first.
         least: order of the newest checkpoint elsewhere.
+        bad_steps: of the checkpoint directory on disk.
     """
 
     job: Job
@@ -99,6 +102,7 @@ class MemorySource:
     note: DiskNote | None = None
     names: list[str] = field(default_factory=list)
     least: tuple[float, ...] = (0, 0)
+    bad_steps: tuple[BadStep, ...] = ()
 
     def newest(self) -> Choice | None:
         """Returns the newest save that all ranks have verified, unless a newer checkpoint lies
@@ -143,6 +147,7 @@ class MemorySource:
             self.job.emit(Notice(f"saves {_IN_MEMORY} are not considered: {elsewhere['reason']}"))
             return None
         self.least = tuple(elsewhere["order"] or (0, 0))
+        self.bad_steps = decode(tuple[BadStep, ...], elsewhere["bad_steps"], "bad steps")
         self.names = [name for name in common if self._is_allowed(name, elsewhere["run"])]
         return self._first_verified([name for name in self.names if order_of(name) >= self.least])
 
@@ -279,12 +284,11 @@ class MemorySource:
     def _newest(self) -> dict[str, Any]:
         storage, note = uncached(self.job.storage), self.note
         try:
-            found = find_candidates(storage, self.job.path, None, self.job.policy.world_size)[
-                0
-            ].candidates
+            scan = find_candidates(storage, self.job.path, None, self.job.policy.world_size)[0]
+            found, bad_steps = scan.candidates, scan.bad_steps
         except UnusableCheckpointError:
             # the selection on disk raises it again
-            found = ()
+            found, bad_steps = (), ()
         usable = [candidate for candidate in found if candidate.problem is None]
         first = usable[0] if usable else None
         if first is not None and any(candidate.order[:2] > first.order[:2] for candidate in usable):
@@ -315,7 +319,7 @@ class MemorySource:
                 f"there: somebody has removed it to go back. mindresume flush {self.root} writes "
                 "the newest in memory to disk"
             )
-        return {"order": order, "run": run, "reason": ""}
+        return {"order": order, "run": run, "reason": "", "bad_steps": bad_steps}
 
     def _has(self, note: DiskNote, found: Sequence[Candidate], order: list[int] | None) -> bool:
         """Returns whether the disk or the object store has the noted checkpoint, or a newer one.
@@ -404,7 +408,12 @@ class MemorySource:
                 job, CheckpointDir(storage, self.tier), candidate, ranks, keep
             )
             if isinstance(verdict, Choice):
-                return replace(verdict, refused=tuple(self.refused), directory=self.root)
+                return replace(
+                    verdict,
+                    refused=tuple(self.refused),
+                    directory=self.root,
+                    bad_steps=self.bad_steps,
+                )
             drop_cached_files(job.storage)
             self._distrust(candidate, verdict, ranks)
         return None

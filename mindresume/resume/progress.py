@@ -33,6 +33,7 @@ or changed:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -40,6 +41,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from mindresume.errors import ConfigError, ProgressError
+from mindresume.formats.bad_steps import BadStep
 from mindresume.model.training_state import (
     IGNORE_KEY,
     SKIP_KEY,
@@ -106,6 +108,9 @@ class ResumeProgress:
             data set. False where no sample is left out: between two passes, without a skip.
         moved_passes: passes by which a position between two passes was moved, because a sink must
             begin there. This affects only the order of a shuffled data set.
+        skipped: samples of bad steps that come next, and are skipped.
+        window_step: after this step samples of a bad step come next. The run ends there, and the
+            next one skips them. None: none are ahead.
     """
 
     initial_step: int
@@ -120,6 +125,8 @@ class ResumeProgress:
     starts_data_set: bool = False
     repeats_request: bool = False
     moved_passes: int = 0
+    skipped: int = 0
+    window_step: int | None = None
 
 
 START = ResumeProgress(0, 0, 0, 1.0, DataPosition(0, 0), 0, 0)  # of a training from its first step
@@ -158,9 +165,12 @@ def parse_data_request(ignore: Any, skip: Any) -> DataRequest:
     return DataRequest(bool(ignore), skip)
 
 
-def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
-    """Returns the counters of a run that continues after ``state``. Raises ProgressError if the
-    checkpoint has less than one step of the new run, or the data would start within a sink."""
+def resume_progress(
+    state: TrainingState, new: RunSettings, bad_steps: Sequence[BadStep] = ()
+) -> ResumeProgress:
+    """Returns the counters of a run that continues after ``state``, and skips the samples of
+    ``bad_steps``. Raises ProgressError if the checkpoint has less than one step of the new run, or
+    the data would start within a sink."""
     step, old = state.step, state.global_batch_size
     scale = Fraction(old, new.global_batch_size) if old and new.global_batch_size else Fraction(1)
     initial_step, global_step = int(step * scale), max(int(state.global_step * scale), -1)
@@ -182,6 +192,8 @@ def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
     else:
         position, repeated = _rescaled(start, new, old)
     passes, position = position.passes, replace(_align_to_sink(position, new), identity=identity)
+    moved = position.passes - passes
+    position, skipped, ahead = skip_windows(position, new, bad_steps)
     skip = position.steps(new.dataset_size, new.samples_at_once)
     _check_sink(skip, SKIP_KEY if starts else f"the data of step {initial_step}", new)
     consumed = step * old if state.consumed is None and old else state.consumed
@@ -197,23 +209,62 @@ def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
         changed,
         starts,
         starts and declared == before.declared and bool(start.samples or new.skip),
-        position.passes - passes,
+        moved,
+        skipped,
+        None if ahead is None else initial_step + ahead,
     )
 
 
-def fresh_progress(new: RunSettings) -> ResumeProgress:
-    """Returns the counters of a run that does not resume. Raises ProgressError if no data is left,
-    or the data would start within a sink."""
+def fresh_progress(new: RunSettings, bad_steps: Sequence[BadStep] = ()) -> ResumeProgress:
+    """Returns the counters of a run that does not resume, and skips the samples of ``bad_steps``.
+    Raises ProgressError if no data is left, or the data would start within a sink."""
     check_skip(new)
-    position = _align_to_sink(_beginning(new, 0), new)
+    position = replace(_align_to_sink(_beginning(new, 0), new), identity=dict(new.identity or {}))
+    position, skipped, ahead = skip_windows(position, new, bad_steps)
     skip = position.steps(new.dataset_size, new.samples_at_once)
     _check_sink(skip, SKIP_KEY, new)
     return replace(
         START,
         initial_epoch=_initial_epoch(position, skip, new),
         data_skip=skip,
-        position=replace(position, identity=dict(new.identity or {})),
+        position=position,
+        skipped=skipped,
+        window_step=ahead,
     )
+
+
+def skip_windows(
+    position: DataPosition, new: RunSettings, bad_steps: Sequence[BadStep]
+) -> tuple[DataPosition, int, int | None]:
+    """Returns the position behind the samples of bad steps that come next, how many samples are
+    skipped, and the steps until those of another bad step come next; None: there are none. Rows of
+    another data set say nothing. What is skipped are whole steps and sinks of this run, with all of
+    the samples in them."""
+    batch, size = new.samples_at_once, new.dataset_size
+    unit = new.sink_size or max((new.global_batch_size or 1) // batch, 1)  # items
+    windows = [  # [first, end) in items from the beginning of the data set
+        (
+            row.data.steps(size, batch),
+            row.data.passes * size + math.ceil((row.data.samples + row.samples) / batch),
+        )
+        for row in bad_steps
+        if row.data is not None
+        and row.samples
+        and row.data.first_epoch == position.first_epoch
+        and not dataset_differences(row.data.identity, position.identity)
+    ]
+    begin = now = position.steps(size, batch)
+    for first, end in sorted(windows):
+        if first - (first - begin) % unit <= now < end:
+            now += math.ceil((end - now) / unit) * unit
+    steps = [
+        (first - now) // unit * unit * batch // (new.global_batch_size or batch)
+        for first, _ in windows
+        if first >= now
+    ]
+    if now > begin:
+        position = position.after(now - begin, size, batch)
+    return position, (now - begin) * batch, min(steps, default=None)
 
 
 def _beginning(new: RunSettings, epochs: int) -> DataPosition:

@@ -22,6 +22,7 @@ from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.events import SILENT, Counted, Emit, Progress, ignore
 from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan
+from mindresume.formats.bad_steps import BadStep
 from mindresume.formats.rank_folders import parse_name, root_of
 from mindresume.formats.scan import CHECKPOINT, find_candidates
 from mindresume.formats.weight_files import is_weights_only
@@ -42,6 +43,7 @@ from mindresume.saving.crash_loop import FailedLoad, failed_loads_by_key, key_of
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage import Storage
 from mindresume.storage.read_cache import ReadCache
+from mindresume.typed import decode
 
 _MAX_OFFERS = 64  # names of checkpoints that one rank sends to the others
 
@@ -262,15 +264,17 @@ class SharedDisk:
                 raise ConfigError(message["text"])
             if error is not None:
                 raise error(message["text"], refused)
+            bad_steps = decode(tuple[BadStep, ...], message["bad_steps"], "bad steps")
             if message["candidate"] is None:
-                return Choice(None, refused, notes, True, (), message["root"], job.policy.full)
+                found = Choice(None, refused, notes, True, (), message["root"], job.policy.full)
+                return replace(found, bad_steps=bad_steps)
             candidate = Candidate.from_json(message["candidate"])
             ranks = job.policy.ranks_to_verify(job.group, candidate)
             verdict = verify_on_all_ranks(
                 job, CheckpointDir(job.storage, message["root"]), candidate, ranks
             )
             if isinstance(verdict, Choice):
-                return replace(verdict, refused=refused, notes=notes)
+                return replace(verdict, refused=refused, notes=notes, bad_steps=bad_steps)
 
     def offer(self, refusals: Sequence[Refusal]) -> dict[str, Any]:
         """Returns the next message to all ranks: a candidate that passes the cheap checks; if there
@@ -329,6 +333,7 @@ class SharedDisk:
             "root": scan.root,
             "refused": self.refused,
             "notes": [*scan.notes, *world_size_notes(scan, policy.world_size), *self.notes],
+            "bad_steps": scan.bad_steps,
         }
 
     def _usable(self, scan: Scan, candidate: Candidate) -> Candidate | None:
@@ -409,10 +414,15 @@ class NodeDisks:
             job.group, self._look, Watchdog(f"scanning the checkpoints below {job.path}")
         )
         scan, common = self.scan, set.intersection(*(set(row["offers"]) for row in rows))
+        # the disk of a new node has no note
+        noted = max((row["bad_steps"] for row in rows), key=len)
+        bad_steps = decode(tuple[BadStep, ...], noted, "bad steps")
         for name in [name for name in rows[0]["offers"] if name in common]:
             verdict = verify_on_all_ranks(job, scan.directory, self.offers[name], [job.group.rank])
             if isinstance(verdict, Choice):
-                return replace(verdict, refused=tuple(refused), notes=scan.notes)
+                return replace(
+                    verdict, refused=tuple(refused), notes=scan.notes, bad_steps=bad_steps
+                )
             refused.append(verdict[0])
         refused += _differences(rows, self.refused)
         table = "\n".join(f"  {refusal}" for refusal in refused)
@@ -432,7 +442,8 @@ class NodeDisks:
         for rank, row in enumerate(rows):
             if row["fresh_start_refusal"]:
                 raise MissingCheckpointError(f"rank {rank}: {row['fresh_start_refusal']}")
-        return Choice(None, tuple(self.refused), scan.notes, True, (), scan.root, job.policy.full)
+        found = Choice(None, tuple(self.refused), scan.notes, True, (), scan.root, job.policy.full)
+        return replace(found, bad_steps=bad_steps)
 
     def _look(self) -> dict[str, Any]:
         """Returns what this rank sees, for the other ranks, and keeps it, split into usable and
@@ -464,6 +475,7 @@ class NodeDisks:
             "is_explicit": self.is_explicit,
             "has_checkpoint": self.scan.has_checkpoint,
             "fresh_start_refusal": self.scan.fresh_start_refusal,
+            "bad_steps": self.scan.bad_steps,
         }
 
 

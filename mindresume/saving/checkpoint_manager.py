@@ -41,9 +41,9 @@ from mindresume.coordination.collectives import (
 )
 from mindresume.coordination.host_memory import UNKNOWN, share_of_rank
 from mindresume.coordination.lease import Lease
-from mindresume.coordination.preemption import PreemptionHandler, Version
+from mindresume.coordination.preemption import BY_GUARD, PreemptionHandler, Version
 from mindresume.coordination.storage_topology import SharedGroups
-from mindresume.errors import LeaseHeldError, MindResumeError, SaveError
+from mindresume.errors import BadStepError, LeaseHeldError, MindResumeError, SaveError
 from mindresume.events import (
     ERROR,
     FAILED,
@@ -62,11 +62,13 @@ from mindresume.events import (
     warning,
 )
 from mindresume.formats import CheckpointDir
+from mindresume.formats.bad_steps import BadStep
 from mindresume.formats.rank_folders import stem
 from mindresume.formatting import listed
 from mindresume.saving.async_saver import AsyncSaver, Watcher
 from mindresume.saving.committer import SyncSaver
 from mindresume.saving.crash_loop import PendingLoadAttempt
+from mindresume.saving.guard import WINDOW, StepGuard, end_job
 from mindresume.saving.memory_tier.opening import newest_run, open_tier
 from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.publisher import Publisher
@@ -139,6 +141,11 @@ class CheckpointManager:
         self._publisher: Publisher | None = None
         self._save_began = 0.0
         self._collected: Save | Exception | None = None  # for the disk at this step
+        self.guard: StepGuard | None = None
+        self._is_bad = False  # this rank has found a bad step
+        self._bad_step = math.inf  # the first one, once all ranks know it
+        self.bad_before: Sequence[BadStep] = ()  # of earlier runs
+        self.window_step: int | None = None  # after it come samples that are skipped
         self._end_errors: list[Exception] = []
 
     @property
@@ -179,6 +186,8 @@ class CheckpointManager:
             leases,
         )
         target = self.session.target
+        if self.settings.guard.is_on:
+            self.guard = StepGuard(self.settings.guard, target.rank, self.emit)
         prefix = (
             options.prefix
             if options.iterations
@@ -353,13 +362,19 @@ class CheckpointManager:
         Returns:
             Why the training is to stop after this step, on all ranks if any rank was asked to; then
             the step is saved, too. Empty: go on.
+
+        Raises:
+            BadStepError: On all ranks, once they have agreed on a bad step.
         """
         step = state.step
+        if self.guard is not None:
+            self._is_bad = self.guard.judge(state)
         # an error, or a save between two steps, may have left that of an earlier step
         self._collected = None
         # the attempt to load the checkpoint has succeeded
         if self.pending.attempt is not None:
-            self.pending.end()
+            # NaN in the first step: the checkpoint may have it already
+            self.pending.end(FloatingPointError("a bad step") if self._is_bad else None)
         if self.policy.last_step is None:
             self.emit(FirstStepDone(step))
         self.policy.last_step = step
@@ -377,17 +392,38 @@ class CheckpointManager:
         if errors and self.settings.on_save_error == "raise":
             raise errors[0]
         if self._tier is not None:
+            if self._is_bad:
+                self._tier.pause()
             self._tier.step_end(state, self._collected)
         self._collected = None
+        if self._is_bad and self.preemption is not None:
+            self.preemption.finding = self.guard.found
         reason = (
             self.preemption.check(step)
             if self.preemption is not None and self._saver is not None
             else ""
         )
+        if reason == BY_GUARD:
+            raise self._end_bad(step, self.preemption.findings)
+        if not reason and step == self.window_step:
+            reason = WINDOW
         if reason:
             self.emit(PreemptionRequested(step, reason))
             self.save_last(state)
         return reason
+
+    def _end_bad(self, step: int, findings: Sequence[Any]) -> BadStepError:
+        """Returns the error of ``guard.end_job``, on all ranks."""
+        first = self._bad_step = min(row["step"] for row in findings if row is not None)
+        return end_job(
+            findings,
+            step,
+            max([self.policy.begun_at, *(saved for saved in self.policy.saved if saved < first)]),
+            [row for row in self.bad_before if row.lineage == self.target.lineage],
+            self.settings.guard.max_rollbacks,
+            self.group,
+            self.session,
+        )
 
     def is_due(self, step: int, force: bool = False) -> bool:
         """Returns whether ``step`` is saved to disk now, the same on all ranks; ``force``: unless
@@ -434,7 +470,7 @@ class CheckpointManager:
     def submit(self, save: Save) -> None:
         """Gives a collected state to the saver, unless this rank has saved the step and has only
         taken part in collecting it. Raises SaveError."""
-        if save.step in self.policy.saved:
+        if self._is_bad or save.step in self.policy.saved:
             return
         self._collected = save
         self.policy.saved.add(save.step)
@@ -468,25 +504,29 @@ class CheckpointManager:
             partial(self._written, step),
             Watchdog(f"writing what was begun before step {step}", stall_timeout=math.inf),
         )
+        findings = [row[2] for row in rows]
+        if any(row is not None for row in findings):
+            raise self._end_bad(step, findings)
         if self._end_errors:
             raise self._end_errors[0]
-        failing = [rank for rank, (_, fails) in enumerate(rows) if fails]
+        failing = [rank for rank, (_, fails, _) in enumerate(rows) if fails]
         if failing:
             raise SaveError(
                 f"the training ends at step {step}, because rank {listed(failing)} ends with an "
                 "error of a save, which the log of that rank tells. What all ranks have written "
                 "counts; start the same command again"
             )
-        return not all(is_saved for is_saved, _ in rows)
+        return not all(row[0] for row in rows)
 
-    def _written(self, step: int) -> list[bool]:
-        """Waits until all is written. Returns whether this rank has saved ``step``, and whether it
-        ends with an error."""
+    def _written(self, step: int) -> list[Any]:
+        """Waits until all is written. Returns whether this rank has saved ``step``, whether it ends
+        with an error, and its bad step."""
         try:
             self._handle(self._saver.wait(self.settings.commit_timeout))
         except SaveError as error:
             self._end_errors.append(error)
-        return [step in self.policy.saved, bool(self._end_errors)]
+        found = self.guard.found if self.guard is not None else None
+        return [step in self.policy.saved, bool(self._end_errors), found]
 
     def save_last(self, state: StepState) -> None:
         """Saves the last step, on all ranks if one of them has not saved it. An error of the save
@@ -540,7 +580,7 @@ class CheckpointManager:
         # without it would wait for one that has ended with it
         with self._keeping_errors():
             rows = gather_values(self.group, [True, bool(self._end_errors)])
-            failing = [rank for rank, (_, fails) in enumerate(rows) if fails]
+            failing = [rank for rank, row in enumerate(rows) if row[1]]
         if self._end_errors:
             raise self._end_errors[0]
         if failing:
@@ -589,7 +629,7 @@ class CheckpointManager:
         tier.stop()
         if not self.settings.memory_tier.write_after_error:
             return
-        shard = tier.newest(max([self.policy.begun_at, *self.policy.saved]))
+        shard = tier.newest(max([self.policy.begun_at, *self.policy.saved]), self._bad_step)
         if shard is not None:
             self.emit(
                 warning(
@@ -632,6 +672,8 @@ class CheckpointManager:
         collectives and without removals. Returns False if it failed and mindformers may save
         instead. Raises SaveError if it failed and that would wait for the lost ranks."""
         step = state.step
+        if self._is_bad:
+            raise SaveError(f"step {step} is not saved: an earlier step is bad")
         try:
             for outcome in self._saver.wait(self.settings.commit_timeout):
                 if not outcome.saved:

@@ -48,7 +48,7 @@ from mindresume.model.manifest import (
     record_name,
     run_sequence,
 )
-from mindresume.model.training_state import TrainingState
+from mindresume.model.training_state import DataPosition, TrainingState
 from mindresume.storage import Storage, UnknownOutcomeError, publish
 from mindresume.tensor_files import (
     Checksums,
@@ -243,6 +243,16 @@ class StepState:
     def needs_collectives(self) -> bool:
         """Returns whether ``collect`` waits for other ranks."""
         return False
+
+    def values(self) -> dict[str, float]:
+        """Returns the ``loss`` and ``grad_norm`` of the step, as far as this rank has them; nothing
+        if the trainer did not update the weights."""
+        return {}
+
+    def window(self, steps: int) -> tuple[int, DataPosition | None, int]:
+        """Returns the number of the step, or of the first step of a sink; where its samples begin,
+        None: not known; and how many ``steps`` steps have, in whole sinks."""
+        return self.step, None, 0
 
     def hand_over(self, manager: Any) -> None:
         """Collects the step, and submits it to ``manager`` (``CheckpointManager``), which saves it

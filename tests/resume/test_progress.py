@@ -6,6 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mindresume.errors import ConfigError, ProgressError
+from mindresume.formats.bad_steps import BadStep
 from mindresume.model.training_state import DataPosition, DataRequest, TrainingState
 from mindresume.resume.progress import (
     RunSettings,
@@ -567,3 +568,48 @@ def test_an_undeclared_change_is_a_warning_or_an_error():
         ProgressError, match="mindresume.on_dataset_change: error.*ignore_data_skip: True"
     ):
         resume_warnings(progress, new, "error")
+
+
+# ---- samples of bad steps ------------------------------------------------------------------------
+
+
+def bad(sample, samples=8, passes=0, **more):
+    return BadStep("run", "", 1, 1, 0, "nan", 1, samples, DataPosition(passes, sample, **more))
+
+
+@pytest.mark.parametrize(
+    "step, new, rows, skipped, skip, window",
+    [
+        (5, RunSettings(8, 10), [bad(56)], 0, 5, 7),  # it comes after step 7
+        (7, RunSettings(8, 10), [bad(56)], 8, 8, None),
+        (9, RunSettings(8, 10), [bad(56)], 0, 9, None),  # it was before
+        (7, RunSettings(8, 10), [bad(64), bad(56)], 16, 9, None),
+        (7, RunSettings(8, 10), [bad(56), bad(72)], 8, 8, 8),  # another one, a step later
+        (9, RunSettings(8, 10), [bad(72, 24)], 24, 12, None),  # over the end of a pass
+        (5, RunSettings(8, 10), [bad(56, passes=1)], 0, 5, 17),
+        # samples 56 to 63 are in the fourth step of 16
+        (6, RunSettings(16, 5), [bad(56)], 16, 4, None),
+        (4, RunSettings(4, 20), [bad(56)], 0, 8, 14),
+        # in whole sinks of 2: steps 7 and 8
+        (4, RunSettings(8, 10, 2), [bad(48, 16)], 0, 4, 6),
+        (6, RunSettings(8, 10, 2), [bad(48, 16)], 16, 8, None),
+        # a sink of 4: it holds samples 32 to 63
+        (4, RunSettings(8, 20, 4), [bad(56)], 32, 8, None),
+        (5, RunSettings(8, 10, identity=OURS), [bad(40, identity=OTHER)], 0, 5, None),
+        (5, RunSettings(8, 10), [bad(40, first_epoch=1)], 0, 5, None),
+        # PyNative: a step of 8 samples reads four items of 2
+        (5, RunSettings(8, 40, item_samples=2), [bad(56)], 0, 20, 7),
+        (7, RunSettings(8, 40, item_samples=2), [bad(56)], 8, 32, None),
+    ],
+)
+def test_samples_of_bad_steps_are_skipped(step, new, rows, skipped, skip, window):
+    size = new.dataset_size * new.samples_at_once // 8
+    position = DataPosition(0, 0, identity=new.identity or {}).after(step, size, 8)
+    progress = resume_progress(state(step, 8, size, position), new, rows)
+    assert (progress.skipped, progress.data_skip, progress.window_step) == (skipped, skip, window)
+    assert progress.initial_step == step * 8 // new.global_batch_size
+
+
+def test_a_fresh_start_skips_them_too():
+    assert fresh_progress(RunSettings(8, 10), [bad(0)]).data_skip == 1
+    assert fresh_progress(RunSettings(8, 10), [bad(24)]).window_step == 3

@@ -41,7 +41,7 @@ class Peer:
         return [message, json.dumps({"value": self.row}).encode()]
 
 
-SAVED, UNSAVED, RAISES = [True, False], [False, False], [False, True]
+SAVED, UNSAVED, RAISES = [True, False, None], [False, False, None], [False, True, None]
 
 
 def lonely_failure(root, row):
@@ -105,7 +105,7 @@ def test_a_rank_takes_part_when_another_repeats_the_last_step_and_waits_in_short
         "net_rank_0-1_5.safetensors"
     ]
     # exchanges of who is done: three, and more if the work takes longer
-    assert peer.busy <= -3 and peer.sent == [SAVED, None, None, SAVED]
+    assert peer.busy <= -3 and peer.sent == [SAVED, None, None, SAVED[:2]]
 
 
 def test_a_rank_lost_at_the_end_is_the_error_of_the_training(tmp_path):

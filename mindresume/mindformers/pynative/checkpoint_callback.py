@@ -9,6 +9,7 @@ left to mindformers.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -30,9 +31,10 @@ from mindresume.mindformers.pynative.training_run import (
     shapes_of,
     tensors_of,
 )
+from mindresume.mindformers.step_proof import mean_of
 from mindresume.mindformers.training_saves import TrainingSaves, loss_metric, number
 from mindresume.model.layout import Layouts
-from mindresume.model.training_state import TrainingState
+from mindresume.model.training_state import DataPosition, TrainingState
 from mindresume.saving.retention import policy_of
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import Save, Shard, StepState, iteration_shard
@@ -150,6 +152,21 @@ class _PyNativeState(StepState):
     def collect(self) -> Save:
         shard, context = self.saver.shard(self.state, self.objects), self.saver.run.context
         return Save(shard, (), context.ledger(int(self.state.epoch), shard.state))
+
+    def values(self) -> dict[str, float]:
+        loss, norm = (self.objects.get(name) for name in ("loss", "grad_norm"))
+        found = {"loss": loss, "grad_norm": norm}
+        means = {name: mean_of(local(value)) for name, value in found.items() if value is not None}
+        return {name: mean for name, mean in means.items() if mean is not None}
+
+    def window(self, steps: int) -> tuple[int, DataPosition | None, int]:
+        run = self.saver.run
+        batch, (_, end) = int(run.trainer.global_batch_size), run.data_at(self.step)
+        if end is not None and end.samples >= batch:
+            end = replace(end, samples=end.samples - batch)
+        elif end is not None:  # the last step of a pass
+            end = replace(end, passes=end.passes - 1, samples=(run.steps_per_pass - 1) * batch)
+        return self.step, end, steps * batch
 
 
 class RunCallback:

@@ -18,6 +18,7 @@ costs this tier alone: the training goes on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -272,11 +273,17 @@ class MemoryTier:
         self._emit_done()
         self._is_off = True
 
-    def newest(self, after: int) -> Shard | None:
-        """Returns the newest save after step ``after`` that all ranks of this node have recorded,
-        with its arrays in the memory of the tier; None if there is none. Waits some seconds for
-        other ranks. Called after ``stop``."""
+    def pause(self) -> None:
+        """Saves nothing any more. Before the memory is reserved, which all ranks do together, it
+        does nothing; no save comes before that."""
+        self._is_off = self._is_off or bool(self.slots.count)
+
+    def newest(self, after: int, before: float = math.inf) -> Shard | None:
+        """Returns the newest save after step ``after``, and before step ``before``, that all ranks
+        of this node have recorded, with its arrays in the memory of the tier; None if there is
+        none. Waits some seconds for other ranks. Called after ``stop``."""
         saves, until = self.slots.recorded(after), runtime.monotonic() + _SETTLE
+        saves = [slot for slot in saves if slot.step < before]
         while saves and not self.slots.is_whole(saves[0].step) and runtime.monotonic() < until:
             runtime.sleep(_PAUSE)
         found = next((slot for slot in saves if self.slots.is_whole(slot.step)), None)
