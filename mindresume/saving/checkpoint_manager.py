@@ -415,11 +415,14 @@ class CheckpointManager:
     def _end_bad(self, step: int, findings: Sequence[Any]) -> BadStepError:
         """Returns the error of ``guard.end_job``, on all ranks."""
         first = self._bad_step = min(row["step"] for row in findings if row is not None)
+        begun_at = self.policy.begun_at
+        good = max([begun_at, *(saved for saved in self.policy.saved if saved < first)])
         return end_job(
             findings,
             step,
-            max([self.policy.begun_at, *(saved for saved in self.policy.saved if saved < first)]),
-            [row for row in self.bad_before if row.lineage == self.target.lineage],
+            gather_values(self.group, good)[0],  # of rank 0: ranks decide the same
+            # of this training, or of those that ended before their first save
+            [row for row in self.bad_before if row.lineage == self.target.lineage or not begun_at],
             self.settings.guard.max_rollbacks,
             self.group,
             self.session,

@@ -122,7 +122,7 @@ def end_job(
         first.data,
     )
     # before any rank ends: its end may end the others
-    gather_results(group, partial(_write, session, row), takes_part=session.is_leader)
+    written = gather_results(group, partial(_write, session, row), takes_part=session.is_leader)
     session.emit(GuardEnded(step, row.step, row.rank, row.reason, row.rollbacks, row.samples))
     do = (
         f"This was rollback {in_a_row} of at most {most} in a row: start the same command again "
@@ -136,12 +136,16 @@ def end_job(
     )
     return BadStepError(
         f"step {row.step} is bad on rank {row.rank}: {row.reason}. Nothing was saved since. {do}",
-        ENDED if stops else GO_ON,
+        # without a note the next start trains the same step again: a failure as any other
+        ENDED if stops else 1 if False in written else GO_ON,
     )
 
 
-def _write(session: SaveSession, row: BadStep) -> None:
+def _write(session: SaveSession, row: BadStep) -> bool:
+    """Returns whether the note is on the disk of this rank."""
     try:
         add_bad_step(session.target, row)
-    except OSError as error:  # the next start trains the same step again
+    except OSError as error:
         session.emit(warning(f"the bad step {row.step} cannot be noted: {error}"))
+        return False
+    return True

@@ -112,6 +112,12 @@ def test_rollbacks_without_a_good_checkpoint_between_them_are_limited(tmp_path):
     assert caught.value.status == 68
 
 
+def test_a_note_that_cannot_be_written_is_an_ordinary_failure(tmp_path):
+    """Status 67 would start the same steps again at once, and for ever."""
+    (tmp_path / FOLDER / BAD_STEPS).mkdir(parents=True)
+    assert train(tmp_path, {3: math.nan}, 5)[1].status == 1
+
+
 def test_the_first_bad_step_of_any_rank_counts(tmp_path):
     """Ranks learn of it at an exchange, some steps later; meanwhile no save becomes complete."""
 
