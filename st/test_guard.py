@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from st.data.make_data import STORY, cut, train_tokenizer
+from st.pynative_run import PynativeRun, why_not
 from st.run_attempts import events
 from st.supervised_run import number_of_starts, supervised
 from st.training_run import FORMAT_2, ONE_LAYER, Run, differences
@@ -83,4 +84,26 @@ def test_a_run_that_was_rolled_back_equals_one_without_the_samples(
     assert [row["bad_step"] for row in events(run, "guard_ended")] == [BAD]
     assert [(row["step"], row["samples"]) for row in events(run, "window_skipped")] == [
         (BAD - 1, BATCH)
+    ]
+
+
+@pytest.mark.parametrize("release, workers", [("2.1.0", 2)])
+def test_the_pynative_trainer_too(tmp_path, samples, release, workers):
+    if reason := why_not(release, workers):
+        pytest.skip(reason)
+    changes = {"training.steps": STEPS - 1}
+    clean, run = (
+        PynativeRun(
+            tmp_path / name, data=samples[kind], release=release, workers=workers, changes=changes
+        )
+        for name, kind in (("clean", False), ("poisoned", True))
+    )
+    clean.start().wait_for_success()
+    assert run.start(MINDRESUME_GUARD_NAN="rollback").wait() == 67
+    assert run.resume(MINDRESUME_GUARD_NAN="rollback").wait() == 67
+    run.resume(MINDRESUME_GUARD_NAN="rollback").wait_for_success()
+    final = {row["step"]: row for row in run.steps()}
+    kept = ("hex", "samples")
+    assert [[row.get(key) for key in kept] for row in final.values()] == [
+        [row.get(key) for key in kept] for row in clean.steps()
     ]
