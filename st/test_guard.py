@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from st.data.make_data import STORY, cut, train_tokenizer
+from st.pynative_cases import OURS
 from st.pynative_run import PynativeRun, why_not
 from st.run_attempts import events
 from st.supervised_run import number_of_starts, supervised
@@ -91,7 +92,7 @@ def test_a_run_that_was_rolled_back_equals_one_without_the_samples(
 def test_the_pynative_trainer_too(tmp_path, samples, release, workers):
     if reason := why_not(release, workers):
         pytest.skip(reason)
-    changes = {"training.steps": STEPS - 1}
+    changes, guarded = {"training.steps": STEPS - 1}, {**OURS, "MINDRESUME_GUARD_NAN": "rollback"}
     clean, run = (
         PynativeRun(
             tmp_path / name, data=samples[kind], release=release, workers=workers, changes=changes
@@ -99,9 +100,9 @@ def test_the_pynative_trainer_too(tmp_path, samples, release, workers):
         for name, kind in (("clean", False), ("poisoned", True))
     )
     clean.start().wait_for_success()
-    assert run.start(MINDRESUME_GUARD_NAN="rollback").wait() == 67
-    assert run.resume(MINDRESUME_GUARD_NAN="rollback").wait() == 67
-    run.resume(MINDRESUME_GUARD_NAN="rollback").wait_for_success()
+    assert run.start(**guarded).wait() == 67
+    assert run.resume(**guarded).wait() == 67
+    run.resume(**guarded).wait_for_success()
     final = {row["step"]: row for row in run.steps()}
     kept = ("hex", "samples")
     assert [[row.get(key) for key in kept] for row in final.values()] == [
