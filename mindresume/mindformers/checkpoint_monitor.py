@@ -227,7 +227,8 @@ class _MonitorState(StepState):
         )
 
     def values(self) -> dict[str, float]:
-        return step_values(self.cb_params.net_outputs)
+        computation = self.monitor._collector.context.computation
+        return step_values(self.cb_params.net_outputs, computation.skips_overflow)
 
     def window(self, steps: int) -> tuple[int, DataPosition | None, int]:
         progress, batch = self.monitor._collector.context.progress, self.monitor.global_batch_size

@@ -114,11 +114,14 @@ class Computation:
 
     Attributes:
         dropouts: the keys of the configuration that are above 0.
+        skips_overflow: gradients that overflow are normal, and that step updates nothing: the loss
+            scale is dynamic, or the PyNative trainer skips it (``use_skip_step_on_nan``).
     """
 
     layout: str = ""
     dtype: str = ""
     dropouts: frozenset[str] = frozenset()
+    skips_overflow: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Computation:
@@ -143,6 +146,10 @@ class Computation:
             _DTYPES.get(dtype, dtype)[:32],
             frozenset(
                 key for key, value in model.items() if "dropout" in str(key) and _is_above_0(value)
+            ),
+            bool(
+                _section(_section(config, "runner_wrapper"), "scale_sense").get("scale_window")
+                or training.get("use_skip_step_on_nan")
             ),
         )
 
@@ -169,7 +176,13 @@ def _change(origin: ResumeProgress) -> str:
     are the same."""
     if origin.step_scale != 1:
         return "the global batch size has changed"
-    if origin.changed or origin.starts_data_set or origin.moved_passes or origin.repeated:
+    if (
+        origin.changed
+        or origin.starts_data_set
+        or origin.moved_passes
+        or origin.repeated
+        or origin.skipped
+    ):
         return "the data has changed"
     return ""
 

@@ -360,12 +360,12 @@ def number(value: Any, kind: type) -> Any:
     return kind(live.as_numpy(value).reshape(-1)[0])
 
 
-def step_values(outputs: Any) -> dict[str, float]:
+def step_values(outputs: Any, skips_overflow: bool) -> dict[str, float]:
     """Returns the ``loss`` and ``grad_norm`` of a step from the outputs of the network: loss,
     overflow, loss scale, learning rate, norm of the gradients (mindformers wrapper/wrapper.py); the
-    later ones may be absent. Nothing after an overflow, for which loss scaling skips the update."""
+    later ones may be absent. Nothing after an overflow if it is normal (``skips_overflow``)."""
     rows = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-    if len(rows) > 1 and mean_of(rows[1]):
+    if skips_overflow and len(rows) > 1 and number(rows[1], bool):
         return {}
     found = {"loss": mean_of(rows[0]) if rows and adapter.has_loss() else None}
     found["grad_norm"] = mean_of(rows[4]) if len(rows) > 4 else None

@@ -156,6 +156,7 @@ def test_a_difference_ends_the_job_if_the_settings_say_so(begin):
         ({}, "no step is done again"),
         ({"step_scale": 0.5}, "batch size has changed"),
         ({"moved_passes": 1}, "the data has changed"),
+        ({"skipped": 8}, "the data has changed"),
         ({"repeated": 8}, "the data has changed"),
         ({"changed": ("other data",)}, "the data has changed"),
         ({"starts_data_set": True}, "the data has changed"),
@@ -405,6 +406,19 @@ def test_the_layout_is_the_same_wherever_files_lie_and_however_long_the_training
 )
 def test_another_layout_is_noticed(section, values):
     assert Computation.of({**CONFIG, section: values}).layout != Computation.of(CONFIG).layout
+
+
+@pytest.mark.parametrize(
+    "config, skips",
+    [
+        ({"runner_wrapper": {"scale_sense": {"loss_scale_value": 1024, "scale_window": 2}}}, True),
+        ({"runner_wrapper": {"scale_sense": 1.0}}, False),
+        ({"training": {"use_skip_step_on_nan": True}}, True),
+        ({}, False),
+    ],
+)
+def test_overflows_are_normal_with_a_dynamic_loss_scale(config, skips):
+    assert Computation.of(config).skips_overflow == skips
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
+
 from mindresume.mindformers import network_state
-from mindresume.mindformers.training_saves import StateCollector
+from mindresume.mindformers.training_saves import StateCollector, step_values
 
 
 def test_layouts_are_computed_again_only_after_a_change(monkeypatch):
@@ -31,3 +34,18 @@ def test_layouts_are_computed_again_only_after_a_change(monkeypatch):
     assert is_computed() and not is_computed()
     table = {}
     assert is_computed() and not is_computed()
+
+
+@pytest.mark.parametrize(
+    "overflow, skips_overflow, known",
+    [(True, True, False), (True, False, True), (False, True, True)],
+)
+def test_only_with_a_dynamic_loss_scale_an_overflow_is_no_bad_step(overflow, skips_overflow, known):
+    """With a fixed scale the gradients of each bad step overflow."""
+    outputs = [np.float32([2.0, 4.0]), np.array([overflow]), 1.0, 1e-3, np.float32(np.inf)]
+    expected = {"loss": 3.0, "grad_norm": np.inf} if known else {}
+    assert step_values(outputs, skips_overflow) == expected
+
+
+def test_outputs_without_a_norm_have_a_loss():
+    assert step_values(np.float32(2.0), True) == {"loss": 2.0}

@@ -8,6 +8,7 @@ left to mindformers.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from inspect import signature
@@ -157,11 +158,17 @@ class _PyNativeState(StepState):
         loss, norm = (self.objects.get(name) for name in ("loss", "grad_norm"))
         found = {"loss": loss, "grad_norm": norm}
         means = {name: mean_of(local(value)) for name, value in found.items() if value is not None}
+        if self.saver.run.context.computation.skips_overflow and not math.isfinite(
+            means.get("grad_norm") or 0.0
+        ):
+            return {}  # the trainer has not updated the weights
         return {name: mean for name, mean in means.items() if mean is not None}
 
     def window(self, steps: int) -> tuple[int, DataPosition | None, int]:
         run = self.saver.run
         batch, (_, end) = int(run.trainer.global_batch_size), run.data_at(self.step)
+        if run.is_balanced:  # mindformers finds its position itself
+            return self.step, None, 0
         if end is not None and end.samples >= batch:
             end = replace(end, samples=end.samples - batch)
         elif end is not None:  # the last step of a pass
