@@ -16,7 +16,7 @@ from mindresume import runtime
 from mindresume.cli import app
 from mindresume.cli.common import say
 from mindresume.errors import ConfigError, MindResumeError
-from mindresume.events import PREFIX, Emitter, Event, Handler, Notice, Progress, ignore, warning
+from mindresume.events import PREFIX, Emitter, Event, Handler, Notice, Progress, warning
 from mindresume.storage import Hurry
 
 _HANG = "When is it a hang"
@@ -83,6 +83,16 @@ def run(
             "of the training (last save, uploads). 0: no limit.",
         ),
     ] = 7200,
+    slow_factor: Annotated[
+        float,
+        typer.Option(
+            "--slow-factor",
+            min=0,
+            metavar="K",
+            help="Report a rank that needs K times the median of its node outside of the network "
+            "(data, callbacks), and a save that takes K times the usual time. 0: do not.",
+        ),
+    ] = 0,
     kill_after: Annotated[
         float,
         _in_seconds(
@@ -311,6 +321,7 @@ def run(
     from mindresume.supervisor.node_metrics import NodeMetrics
     from mindresume.supervisor.notify import notifier
     from mindresume.supervisor.rendezvous import BackgroundStates, Place, Rendezvous
+    from mindresume.supervisor.slow import Slowness
     from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 
     if command[:1] == ["--"]:
@@ -365,7 +376,7 @@ def run(
         os.environ.pop("MSRUN_NOTIFY_URL", None)  # the ranks need no secret
         # closed before the other, which prints its last warning
         emit = Emitter(notifier(notify_url, notify_format, notify_events, node_rank, emit), printed)
-    watch = ignore
+    watchers = [Slowness(slow_factor, emit).watch] if slow_factor else []
     if metrics_port or metrics_textfile:
         if not metrics_textfile:  # the port answers with what rank 0 writes there
             metrics_textfile = tempfile.mkdtemp(prefix="mindresume-metrics-")
@@ -377,8 +388,8 @@ def run(
         if metrics_port:
             metrics.serve(metrics_port)
         emit.add(metrics)
-        watch = metrics.watch
-    sys.exit(Supervisor(command, settings, emit, meeting, _flush_memory, watch).run())
+        watchers.append(metrics.watch)
+    sys.exit(Supervisor(command, settings, emit, meeting, _flush_memory, watchers).run())
 
 
 def _flush_memory(output: str, hurry: Hurry) -> Event | None:

@@ -96,7 +96,8 @@ class _Page(ctypes.Structure):
         ("_free", ctypes.c_int64 * 14),
         ("progressed", ctypes.c_double),
         ("changed", ctypes.c_double),
-        ("_free_too", ctypes.c_double * 6),
+        ("waited", ctypes.c_double),
+        ("_free_too", ctypes.c_double * 5),
         ("seconds", ctypes.c_double * 20),
         ("entered", ctypes.c_double * 68),
         ("output", ctypes.c_char * 3072),
@@ -163,6 +164,7 @@ class Heartbeat:
         namespace: of the numbers of processes (a container can have its own); 0: not known.
         signal: makes the process write the stacks of its threads into a file; 0: none.
         output: output folder of the training; empty: not known.
+        waited: seconds between the ends of steps and the begins of the next ones, all together.
     """
 
     pid: int
@@ -179,6 +181,7 @@ class Heartbeat:
     output: str = ""
     saves: Saves = Saves()
     times: PhaseTimes = PhaseTimes()
+    waited: float = 0.0
 
     @property
     def has_trained(self) -> bool:
@@ -202,6 +205,7 @@ class RankHeartbeat:
         page = self._page
         page.rank = page.world_size = page.step = page.resumed = NONE
         page.begun = page.written = page.committed = NONE
+        self._left = 0.0  # when the last step was finished
         page.pid, page.ticks = os.getpid(), start_ticks(os.getpid())
         page.namespace = namespace("pid")
         page.progressed = page.changed = runtime.monotonic()
@@ -238,8 +242,13 @@ class RankHeartbeat:
     def reach(self, step: int) -> None:
         """Records that ``step`` is finished."""
         self._page.step = step
-        self._page.progressed = runtime.monotonic()
+        self._page.progressed = self._left = runtime.monotonic()
         self.enter(TRAINING)
+
+    def begin_step(self) -> None:
+        """Records that the data of a step is there, and the network begins."""
+        if self._left:
+            self._page.waited += runtime.monotonic() - self._left
 
     def set_output(self, folder: str) -> None:
         """Records the output folder of the training; one that is too long is not recorded."""
@@ -279,6 +288,7 @@ def read_heartbeat(path: str) -> Heartbeat | None:
         os.fsdecode(page.output),
         Saves(page.begun, page.written, page.committed, page.writing, page.failed, page.full),
         PhaseTimes(page.progressed, page.changed, spent, entered),
+        page.waited,
     )
 
 

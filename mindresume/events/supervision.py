@@ -174,6 +174,49 @@ class HangDetected(Event):
 
 
 @dataclass(frozen=True)
+class SlowRank(Event):
+    """A rank of this node makes the others wait. ``seconds``: what it needs in a step outside of
+    the network, for data and callbacks. ``median``: of the ranks of the node. ``has_ended``: it is
+    not slow any more."""
+
+    rank: Count
+    seconds: Measure
+    median: Measure
+    step: Count
+    has_ended: bool = False
+
+    @property
+    def log_level(self) -> str:
+        return INFO if self.has_ended else WARNING
+
+    def line(self) -> str:
+        return (
+            f"rank {self.rank} is {'not slow any more' if self.has_ended else 'slow'}: outside of "
+            f"the network it needs {self.seconds:.3f} s a step, the median is {self.median:.3f} s "
+            f"(step {self.step})"
+        )
+
+
+@dataclass(frozen=True)
+class SlowSave(Event):
+    """A save takes much longer than usual on this node. ``seconds``: so far. ``usual``: the median
+    of the last ones. ``has_ended``: this one was as fast as usual again."""
+
+    step: Count
+    seconds: Measure
+    usual: Measure
+    has_ended: bool = False
+
+    @property
+    def log_level(self) -> str:
+        return INFO if self.has_ended else WARNING
+
+    def line(self) -> str:
+        how = "saves are not slow any more" if self.has_ended else "a save is slow"
+        return f"{how}: step {self.step} takes {self.seconds:.1f} s, usual are {self.usual:.1f} s"
+
+
+@dataclass(frozen=True)
 class JobEnded(Event):
     """No process of this start is left on this node.
 

@@ -92,6 +92,7 @@ class CheckpointMonitor(BuiltIn):
     def on_train_step_begin(self, run_context: Any) -> None:
         # skips the built-in, which polls its own writer here
         super(BuiltIn, self).on_train_step_begin(run_context)
+        heartbeat.begin_step()
 
     def on_train_end(self, run_context: Any) -> None:
         super(BuiltIn, self).on_train_end(run_context)  # skips the built-in, which would save here

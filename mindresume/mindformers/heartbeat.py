@@ -69,6 +69,12 @@ def step(number: int) -> None:
         heartbeat.reach(number)
 
 
+def begin_step() -> None:
+    """Records that the network begins a step, see ``RankHeartbeat.begin_step``."""
+    for heartbeat in _own:
+        heartbeat.begin_step()
+
+
 def writing(number: int) -> None:
     """Records the step that a thread in the background begins to write; 0: it has ended. Called by
     any thread."""

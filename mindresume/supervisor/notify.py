@@ -25,6 +25,8 @@ from mindresume.events import (
     HangDetected,
     JobRestarted,
     RankDied,
+    SlowRank,
+    SlowSave,
     SupervisorEnded,
     supervision,
     warning,
@@ -41,7 +43,8 @@ _URL = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?([/?][!-~]*)?
 KINDS = {known.kind for known in vars(supervision).values() if getattr(known, "kind", "")}
 # of the whole job: with several nodes, node 0 alone posts them
 _ENDS = {GaveUp.kind, SupervisorEnded.kind}
-_DEFAULT = {RankDied.kind, HangDetected.kind, JobRestarted.kind, *_ENDS}
+_SLOW = {SlowRank.kind, SlowSave.kind}
+_DEFAULT = {RankDied.kind, HangDetected.kind, JobRestarted.kind, *_SLOW, *_ENDS}
 _JSON = "json"
 # {format: what is posted, as JSON around a text}, as the services document it
 FORMATS = {

@@ -31,7 +31,6 @@ from mindresume.events import (
     OrphansEnded,
     SupervisorEnded,
     SupervisorStarted,
-    ignore,
     warning,
 )
 from mindresume.storage import Hurry, call_within
@@ -108,7 +107,7 @@ class Supervisor:
         flush: writes what only memory has to disk. Called after the last start if the job has
             failed, with the output folder of the training and what says that it is to stop at once.
             Returns what it did.
-        watch: receives the heartbeats of the running start, by process, several times a second.
+        watchers: receive the heartbeats of the running start, by process, several times a second.
     """
 
     def __init__(
@@ -118,14 +117,14 @@ class Supervisor:
         emit: Emitter,
         nodes: Rendezvous | None = None,
         flush: Flush | None = None,
-        watch: Callable[[Mapping[int, Heartbeat]], None] = ignore,
+        watchers: Sequence[Callable[[Mapping[int, Heartbeat]], None]] = (),
     ):
         self.command = tuple(command)
         self.settings = settings
         self.emit = emit
         self.nodes = nodes
         self.flush = flush
-        self.watch = watch
+        self.watchers = watchers
         self.starts: list[StartOutcome] = []
         self._recorder = EventRecorder(emit, nodes.node if nodes else 0)
         self._signals = _Signals()
@@ -330,7 +329,8 @@ class Supervisor:
         """Returns why a job is to end that runs. Called often."""
         if job.heartbeats.output:
             self._recorder.open(job.heartbeats.output)
-        self.watch(job.heartbeats.known)
+        for watch in self.watchers:
+            watch(job.heartbeats.known)
         if self._standby is not None:
             self._standby.make_if_due(job)
         if (
