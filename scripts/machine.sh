@@ -23,6 +23,21 @@ _apt_install() {
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$1" >/dev/null 2>&1
 }
 
+# unpack_programs FOLDER PACKAGE...: downloads Debian packages and unpacks them below FOLDER without installing them, because that
+# would start their services. Returns 1 if it cannot.
+unpack_programs() {
+    local folder=$1 work package
+    shift
+    [ -e "$folder" ] && return 0
+    { [ "${INSTALL_SYSTEM:-1}" != 0 ] && command -v apt-get && command -v dpkg; } >/dev/null || return 1
+    work=$(mktemp -d)
+    (cd "$work" && { apt-get download -qq "$@" || { apt-get update -qq && apt-get download -qq "$@"; }; }) >/dev/null 2>&1 &&
+        for package in "$work"/*.deb; do dpkg -x "$package" "$work/root" || break; done &&
+        mkdir -p "$(dirname "$folder")" && mv "$work/root" "$folder"
+    rm -rf "$work"
+    [ -e "$folder" ]
+}
+
 # has_library PYTHON NAME: returns 0 if the dynamic loader finds the shared library NAME.
 has_library() {
     "$1" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "$2"

@@ -24,6 +24,9 @@ echo "== types"
 "$VENV/bin/mypy"
 echo "== spelling"
 "$VENV/bin/typos"
+unpack_programs output/programs prometheus prometheus-node-exporter ||
+    echo "This machine lacks prometheus, promtool or prometheus-node-exporter; without them tests of the metrics are skipped." >&2
+export PATH="$PATH:$ROOT/output/programs/usr/bin"
 export MINDRESUME_FIRST_SEED="${MINDRESUME_FIRST_SEED:-$(($(date +%s) % 1000000000))}"
 echo "== unit tests (fresh seeds of the simulation from $MINDRESUME_FIRST_SEED)"
 SOAK=()
