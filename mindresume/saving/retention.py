@@ -26,16 +26,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from mindresume.coordination.storage_topology import protected_by_peers
-from mindresume.errors import ConfigError
+from mindresume.errors import ConfigError, RecordError
 from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats.bad_steps import BAD_STEPS, read_bad_steps, refuse_bad
 from mindresume.formats.iterations import TRACKER, parse_iteration, tracked
 from mindresume.formats.rank_folders import META, folder_name
-from mindresume.formats.records import ReadManifests, scan_records
+from mindresume.formats.records import ReadManifests, find_attempts, scan_records
 from mindresume.formats.weight_files import known_damage, sizes_match
+from mindresume.model.manifest import FOLDER
 from mindresume.saving.crash_loop import load_attempts
 from mindresume.settings import RetentionSettings
 from mindresume.storage import read_json
@@ -361,8 +364,15 @@ def plan(
     newer than the newest whole one stay, and the policy is applied to the others as if these did
     not exist. Without a whole checkpoint nothing is removed.
     """
-    found, _, _ = scan_records(directory, manifests=manifests)
+    names = directory.storage.list(directory.path(FOLDER))
+    found, _, _ = scan_records(directory, find_attempts(directory, names), manifests=manifests)
     aside = not_counted(found, lineage)
+    if BAD_STEPS in names:
+        with suppress(RecordError, ValueError):  # no resume refuses anything because of it, either
+            refused = refuse_bad(found, read_bad_steps(directory))
+            for before, bad in zip(found, refused, strict=True):
+                if bad.committed and bad is not before:
+                    aside.setdefault(bad.commit_dir, []).append(bad.problem.reason)
     counted = [c for c in found if c.commit_dir not in aside]
     stays = {**protected(directory, counted), **aside}
     committed = [c for c in counted if c.committed]

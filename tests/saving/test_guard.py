@@ -5,7 +5,7 @@ import json
 import math
 
 import pytest
-from manager_jobs import Arrays, Job, committed, end_jobs
+from manager_jobs import Arrays, FakeLoadAttempt, Job, committed, end_jobs
 from rank_folders import STORAGE, Ranks, dir_at
 
 from mindresume.coordination.collectives import SingleProcess
@@ -17,6 +17,7 @@ from mindresume.model.manifest import FOLDER
 from mindresume.model.training_state import DataPosition
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
+from mindresume.saving.retention import KeepLast, plan
 from mindresume.settings import Settings
 
 ROLLBACK = {"nan": "rollback", "loss_spike": "rollback", "min_steps": 4}
@@ -80,6 +81,9 @@ def test_what_the_run_has_saved_after_a_bad_step_is_refused(tmp_path):
     assert read_bad_steps(dir_at(tmp_path)) == (row,)
     found = chosen(tmp_path)
     assert found.chosen.step == 5 and [refusal.step for refusal in found.refused] == [10]
+    # nor is it the newest one that is whole
+    planned = plan(dir_at(tmp_path), KeepLast(1))
+    assert [kept.step for kept in planned.kept] == [10, 5] and not planned.to_delete
 
 
 def test_a_note_that_cannot_be_read_stops_no_start(tmp_path):
@@ -87,6 +91,18 @@ def test_a_note_that_cannot_be_read_stops_no_start(tmp_path):
     (tmp_path / FOLDER / BAD_STEPS).write_text("torn")
     found = chosen(tmp_path)
     assert found.chosen.step == 5 and any(BAD_STEPS in note for note in found.notes)
+
+
+@pytest.mark.parametrize("bad, result", [(1, ""), (2, "passed")])
+def test_nan_in_the_first_step_counts_as_a_failed_load(tmp_path, bad, result):
+    """The checkpoint may hold it already: after two of them an older one is taken. An empty text:
+    nothing but the checkpoint explains it."""
+    attempt = FakeLoadAttempt()
+    job = Job(tmp_path, settings=Settings.load({"guard": ROLLBACK}, {}), load_attempt=attempt)
+    with pytest.raises(BadStepError):
+        for job.step in (1, 2):
+            job.end_step(Valued(job, {bad: math.nan}))
+    assert attempt.result == result
 
 
 def test_warn_changes_nothing(tmp_path):
