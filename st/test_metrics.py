@@ -148,13 +148,13 @@ def write_of_another_training(folder: Path) -> None:
     made.close()
 
 
-def test_an_alert_fires_and_clears_and_the_dashboard_has_data(whole_two, tmp_path):
+def test_an_alert_fires_and_clears_and_the_dashboard_has_data(whole_four, tmp_path):
     textfile, port = tmp_path / "textfile", free_port()
     textfile.mkdir()
     write_of_another_training(textfile)
     with Prometheus(tmp_path, port, textfile).running() as prometheus:
         run = supervised(
-            run_beside(whole_two, tmp_path / "run", copied=False),
+            run_beside(whole_four, tmp_path / "run", copied=False),
             *("--metrics-port", str(port), "--metrics-textfile", str(textfile)),
             MINDRESUME_METRICS_TRAINING="st",
             MINDRESUME_MEMORY_TIER_EVERY_STEPS="1",

@@ -70,8 +70,8 @@ METRICS = {
     "refused_checkpoints_total{reason=file|other}": "Checkpoints that a start did not take: a file "
     "is missing or damaged, or another reason <- candidate_refused.1/{why}",
     "redone_steps_total": "Steps that were lost and are trained again <- resumed.lost_steps",
-    "resume_proved": "1: the weights and the steps trained again are those of before; 0: they "
-    "differ, or nothing was compared, or not yet <- resumed.0 resume_proved.proved",
+    "resume_proved": "1: the weights, and the steps that were trained again, are those of before; "
+    "0: they differ, or nothing was compared, or not yet <- resumed.0 resume_proved.proved",
     "resume_differing_steps": "Steps trained again that differ from those of before <- resumed.0 "
     "resume_differs.1 resume_proved.differences",
     "node_running": "1 while the supervisor runs, 0 after its end",
@@ -88,6 +88,9 @@ METRICS = {
     "node_recovery_seconds_total{phase=end|wait|start|import|join|select|build|"
     "load|compile|first step}": "Time of the phases of ends and starts; several names: they were "
     "not told apart <- job_ended.end_seconds/end job_restarted.delay_seconds/wait",
+    "node_rank_slow": "1: a rank of this node makes the others wait <- job_started.0 "
+    "slow_rank.is_slow",
+    "node_save_slow": "1: a save takes longer than usual <- job_started.0 slow_save.is_slow",
     "node_fruitless_starts": "Starts in a row that left no later checkpoint <- "
     "job_restarted.fruitless_starts",
     "node_gave_up": "1: the job is not started again <- gave_up.1",
@@ -116,7 +119,9 @@ def fold(numbers: Numbers, event: Event, time_s: float) -> None:
     if isinstance(event, ev.CandidateRefused):
         facts["why"] = "file" if event.file else "other"
     elif isinstance(event, ev.ResumeProved):
-        facts["proved"] = int(event.steps and event.tensors and not event.differences)
+        facts["proved"] = int(event.tensors and not event.differences)
+    elif isinstance(event, (ev.SlowRank, ev.SlowSave)):
+        facts["is_slow"] = int(not event.has_ended)
     elif isinstance(event, ev.StartupMeasured):
         for phase, seconds in zip(event.phases, event.seconds, strict=True):
             put(numbers, "node_recovery_seconds_total", seconds, phase)

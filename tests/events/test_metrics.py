@@ -88,7 +88,7 @@ def folded(*events: ev.Event) -> dict[str, float]:
             [ev.ResumeProved(**PROVED, differences=2)],
             {"resume_proved": 0, "resume_differing_steps": 2},
         ),
-        ([ev.ResumeProved(10, 4)], {"resume_proved": 0, "resume_differing_steps": 0}),
+        ([ev.ResumeProved(10, 0)], {"resume_proved": 0, "resume_differing_steps": 0}),
         (
             [
                 ev.JobStarted(1, 7),
@@ -107,8 +107,15 @@ def folded(*events: ev.Event) -> dict[str, float]:
                 "node_recovery_seconds_total/start": 1,
                 "node_recovery_seconds_total/import + join": 4,
                 "node_fruitless_starts": 1,
+                "node_rank_slow": 0,
+                "node_save_slow": 0,
             },
         ),
+        (
+            [ev.SlowRank(2, 3.0, 0.5, 40), ev.SlowSave(40, 60.0, 9.0)],
+            {"node_rank_slow": 1, "node_save_slow": 1},
+        ),
+        ([ev.SlowRank(2, 0.5, 0.5, 60, has_ended=True)], {"node_rank_slow": 0}),
     ],
 )
 def test_numbers_of_events(events, expected):
@@ -123,7 +130,7 @@ def test_every_event_and_field_of_the_table_exists():
         for source in text.partition(SOURCES)[2].split():
             kind, value, own = re.fullmatch(r"(\w+)\.(\w+)(?:/(\S+))?", source).groups()
             event = ev.base._KINDS[kind]
-            fields = {"0", "1", "time", "why", "proved", *event.__dataclass_fields__}
+            fields = {"0", "1", "time", "why", "proved", "is_slow", *event.__dataclass_fields__}
             assert value in fields, source
             assert (own is None) == (not label), source
             assert own is None or own.strip("{}") in fields or own in values, source
