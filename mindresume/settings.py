@@ -148,12 +148,12 @@ class GuardSettings:
         choices=_RESPONSES,
     )
     window: int = setting(
-        128, "with so many steps before it a value is compared", unit="steps", limits=(8, 65536)
+        128, "with so many steps before it a value is compared", unit="steps", limits=(8, 1024)
     )
     factor: float = setting(
-        20.0,
-        "a value is a spike from the median of these steps plus so many times their median "
-        "absolute deviation on",
+        10.0,
+        "a value is a spike if it lies more than so many deviations above the median of these "
+        "steps ([the rule](guard.md#the-rule))",
         unit="deviations",
         limits=(1, math.inf),
     )
@@ -162,7 +162,7 @@ class GuardSettings:
         "with fewer steps, so also after each start, no value is a spike; NaN counts from the "
         "first step on",
         unit="steps",
-        limits=(4, 65536),
+        limits=(4, 1024),
     )
     skip_steps: int = setting(
         1,
@@ -363,7 +363,7 @@ class Settings:
     )
     guard: GuardSettings = setting(
         GuardSettings(),
-        "ends a training at a bad step, goes back, and skips its samples",
+        "ends a training at a bad step, goes back, and skips its samples ([bad steps](guard.md))",
     )
     metrics: MetricsSettings = setting(
         MetricsSettings(), "numbers for Prometheus ([monitoring](monitoring.md))"

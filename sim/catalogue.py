@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from mindresume.fault_injection.journal import ITERATION
-from mindresume.settings import MemoryTierSettings
+from mindresume.settings import GuardSettings, MemoryTierSettings
 from mindresume.supervisor.rendezvous import BackgroundStates
 from sim import commands, partners, run_checks, supervisors, workloads
 from sim.bucket_oracle import check_bucket, check_faulty_bucket
@@ -37,6 +37,8 @@ from sim.schedule import (
 URL = "obs://bucket/job/checkpoint"
 USUAL = Training().settings
 TIER = replace(USUAL, memory_tier=MemoryTierSettings(1, SHM.rstrip("/")))
+GUARD = replace(USUAL, guard=GuardSettings(nan="rollback"))
+GUARDED_TIER = replace(TIER, guard=GUARD.guard)
 PARTNERS = replace(USUAL, memory_tier=MemoryTierSettings(1, SHM.rstrip("/"), partner=True))
 # a second job must see the first one's heartbeat before it ends
 SOON = replace(USUAL, heartbeat=2.0)
@@ -216,6 +218,29 @@ SCENARIOS: dict[str, Scenario] = {
             "one process prunes and another one reads beside a job",
             workloads.pruned_and_read,
             replace(BRIEF, pruned_by_others=True),
+        ),
+        Scenario(
+            "bad steps",
+            "a job has two bad batches, is restarted, and skips them",
+            partial(workloads.restarted, attempts=8),
+            Training(steps=10, keep=1, bad=(5, 6), settings=GUARD),
+            check_run=run_checks.check_guard,
+        ),
+        Scenario(
+            "bad steps of nodes",
+            "the same on two hosts that share no disk",
+            partial(workloads.restarted, attempts=8),
+            Training(hosts=2, steps=8, keep=1, node_local=True, bad=(2, 5), settings=GUARD),
+            Training(hosts=2, steps=2, node_local=True),
+            IN_RANKS,
+            check_run=run_checks.check_guard,
+        ),
+        Scenario(
+            "bad steps and a tier",
+            "the same with a tier in memory, on the same hosts",
+            partial(workloads.on_same_hosts, attempts=8),
+            Training(steps=10, every=4, keep=1, bad=(3, 7), settings=GUARDED_TIER),
+            check_run=run_checks.check_guard,
         ),
         Scenario(
             "partners",

@@ -11,12 +11,13 @@ ranks), saves, and ends, as ``mindresume.mindformers`` drives it. What it observ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindresume.coordination.collectives import Group, gather_results
-from mindresume.errors import LeaseHeldError, MindResumeError
+from mindresume.errors import BadStepError, LeaseHeldError, MindResumeError
 from mindresume.events import TierSaved
 from mindresume.fault_injection.faults import Killed
 from mindresume.fault_injection.journal import (
@@ -28,11 +29,23 @@ from mindresume.fault_injection.journal import (
     wrong_content,
 )
 from mindresume.model.manifest import Manifest
+from mindresume.model.training_state import DataPosition
 from mindresume.resume.eligible import Choice
-from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
+from mindresume.resume.job_selection import (
+    CheckpointSelector,
+    SelectedCheckpoint,
+    SelectionRequest,
+)
+from mindresume.resume.progress import (
+    ResumeProgress,
+    RunSettings,
+    fresh_progress,
+    resume_progress,
+)
 from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.crash_loop import PendingLoadAttempt
+from mindresume.saving.guard import GO_ON, WINDOW
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.save_policy import SaveOptions
@@ -49,6 +62,7 @@ from sim.threads import Event
 
 # prefix of the names of files, steps of an epoch
 NAMED = "sim", 100
+BATCH = 8  # samples of a step, as in ``make_shard``
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,7 @@ class Training:
         allow_reshard: the number of ranks may differ from that of the checkpoint.
         node_local: the hosts share no disk.
         replicated: all ranks hold the same tensors, as data parallelism does.
+        bad: batches, from 0, with which a step gives NaN on one rank.
         rescue: when ranks are lost, the others save what they have (MindIO TTP).
         url: where checkpoints are uploaded to; empty for nowhere.
     """
@@ -82,6 +97,7 @@ class Training:
     url: str = ""
     node_local: bool = False
     replicated: bool = False
+    bad: tuple[int, ...] = ()
     rescue: bool = False
     settings: Settings = Settings(commit_timeout=20.0, preemption_check_interval=3.0)
     # seconds from the first death of a rank to SIGTERM for the others
@@ -165,8 +181,16 @@ def intact_saves(history: History, disks: Mapping[str, Disk], keep: int) -> list
 class _StepState(StepState):
     """The state of a rank."""
 
-    def __init__(self, step: int, manager: CheckpointManager, training: Training, history: History):
+    def __init__(
+        self,
+        step: int,
+        manager: CheckpointManager,
+        training: Training,
+        history: History,
+        batch: int = 0,
+    ):
         self.step = step
+        self.batch = batch
         self.manager = manager
         self.training = training
         self.history = history
@@ -191,7 +215,7 @@ class _StepState(StepState):
         health = (
             (1 if self.step in training.unhealthy else 0) if training.health_monitored else None
         )
-        return make_shard(
+        shard = make_shard(
             session.target,
             self.step,
             training.format,
@@ -200,6 +224,20 @@ class _StepState(StepState):
             health,
             training.replicated,
         )
+        if not training.bad:
+            return shard
+        return replace(shard, state=replace(shard.state, data=_position(self.batch + 1)))
+
+    def values(self) -> dict[str, float]:
+        is_here = self.batch % self.training.ranks == self.manager.target.rank
+        return {"loss": math.nan if is_here and self.batch in self.training.bad else 2.0}
+
+    def window(self, steps: int) -> tuple[int, DataPosition | None, int]:
+        return self.step, _position(self.batch), steps * BATCH
+
+
+def _position(batch: int) -> DataPosition:
+    return DataPosition(0, batch * BATCH)
 
 
 class _RemoteCheckpoints(RemoteCheckpoints):
@@ -324,7 +362,7 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
     process, known = current_process(), _Known(job)
     group = job.communicator.member(rank, process)
     storage = Mount(job.cluster, process)
-    choice = None
+    choice, found = None, SelectedCheckpoint()
     load_attempt = None
     hold = None
     shared_groups: dict[str, Any] = {}
@@ -376,6 +414,11 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
         )
     if hold is not None:
         hold.release()
+    read = start
+    if training.bad:
+        progress = _continued(job, found)
+        read, manager.window_step = progress.data_skip, progress.window_step
+        manager.bad_before = found.bad_steps
     manager.begin(start, choice, remote)
     manager.count_hosts()
     manager.handle_preemption()
@@ -392,16 +435,37 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
             if training.rescue and step > start + 1:
                 manager.emergency_save(_StepState(step - 1, manager, training, history))
             raise
-        left = manager.end_step(_StepState(step, manager, training, history))
+        state = _StepState(step, manager, training, history, read + step - start - 1)
+        left = manager.end_step(state)
         if left:
             break
-    manager.save_last(_StepState(step, manager, training, history))
+    manager.save_last(_StepState(step, manager, training, history, read + step - start - 1))
     manager.end(step)
     if left:
         # as mindresume.mindformers.patches: the first rank to end would end the others
         gather_results(group, lambda: None)
+    if left == WINDOW:
+        raise BadStepError(left, GO_ON)
     if rank == 0:
         history.ended.append(manager.target.run)
+
+
+def _continued(job: Job, found: SelectedCheckpoint) -> ResumeProgress:
+    """Returns where the data continue. Records a violation unless each step so far had a good batch
+    of its own."""
+    data, chosen = RunSettings(BATCH, 10_000), found.choice and found.choice.chosen
+    progress = (
+        resume_progress(chosen.state, data, found.bad_steps)
+        if chosen
+        else fresh_progress(data, found.bad_steps)
+    )
+    step, read = progress.initial_step, progress.data_skip
+    good = read - sum(batch < read for batch in job.training.bad)
+    if good != step:
+        job.history.wrong.append(
+            f"{job.name} goes on after step {step} with batch {read}, of {good} good ones before"
+        )
+    return progress
 
 
 def _remote_of(job: Job, process: Process) -> RemoteCheckpoints:

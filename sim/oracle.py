@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import NEWEST_COMMON
-from mindresume.errors import MindResumeError, NoUsableCheckpointError
+from mindresume.errors import BadStepError, MindResumeError, NoUsableCheckpointError
 from mindresume.fault_injection.journal import (
     ITERATION,
     Saved,
@@ -32,6 +32,7 @@ from mindresume.fault_injection.journal import (
     wrong_content,
 )
 from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats.bad_steps import BAD_STEPS
 from mindresume.formats.iterations import TRACKER, iteration_name, tracked
 from mindresume.formats.rank_folders import META, folder_name
 from mindresume.formats.records import scan_records
@@ -42,10 +43,11 @@ from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.crash_loop import load_attempts, suspicion
+from mindresume.saving.guard import GO_ON
 from mindresume.saving.memory_tier.directory import MARK
 from mindresume.storage import read_json
 from sim.bit_rot import rotted_files, rotted_saves, unreadable_saves
-from sim.cluster import Cluster
+from sim.cluster import Cluster, Process
 from sim.disk import Disk
 from sim.jobs import History, Job, Training, intact_saves
 from sim.machine import use_cluster
@@ -438,13 +440,19 @@ def restart_and_check(
     unreadable = unreadable_saves(disks.values())
     job, stuck = _run_again(disks, again)
     history = job.history
+    for _ in again.bad:  # each ends two starts at most
+        for _ in range(2):
+            if all(_rolls_back(process) for process in job.ranks):
+                job, stuck = _run_again(disks, again)
+                history.wrong += job.history.wrong
     if stuck is not None:
         return [Finding(STUCK, f"the next run: {type(stuck).__name__}: {stuck}")]
     for process in (*job.ranks, job.launcher):
         if process.exit or process.error is not None:
             return [Finding(STUCK, f"the next run: {process.ending}")]
     findings += [Finding(WRONG, text) for text in history.wrong]
-    ((run, chosen),) = history.chosen.items()
+    ((_, chosen),) = history.chosen.items()
+    ((run, _),) = job.history.chosen.items()
     if selected not in (UNKNOWN, chosen):
         findings.append(Finding(INCONSISTENT, f"which says {selected}, the job takes {chosen}"))
     findings += _check_choice(required, chosen, "the job")
@@ -455,6 +463,10 @@ def restart_and_check(
         else:
             findings += _check_leftovers(disks, again, newest, unreadable)
     return findings
+
+
+def _rolls_back(process: Process) -> bool:
+    return isinstance(process.error, BadStepError) and process.error.status == GO_ON
 
 
 def _run_again(disks: Mapping[str, Disk], training: Training) -> tuple[Job, BaseException | None]:
@@ -572,5 +584,5 @@ def _leftovers(
         for path in leftovers(
             CheckpointDir(storage, training.root), training.format, newest, chosen
         )
-        if path not in own
+        if path not in {*own, f"{FOLDER}/{BAD_STEPS}"}
     ]

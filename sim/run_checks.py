@@ -118,6 +118,16 @@ def check_sources(sim: Simulation) -> list[Finding]:
     ]
 
 
+def check_guard(sim: Simulation) -> list[Finding]:
+    """Checks that the training reaches its end without the bad batches, if nothing else strikes."""
+    newest = sim.history.newest()
+    if sim.stuck or sim.cluster.injected or sim.schedule.tick >= LONG:
+        return []
+    if newest is not None and newest[1] == sim.training.steps and sim.history.ended:
+        return []
+    return [Finding(STUCK, f"the training ended with {newest}")]
+
+
 def was_asked(job: Job) -> bool:
     """Returns whether the ranks have agreed to stop because somebody else has asked them."""
     return any(

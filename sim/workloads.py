@@ -112,12 +112,14 @@ def on_platform(sim: Simulation, work: Callable[[], None]) -> None:
     sim.cluster.process(sim.cluster.host("platform"), "platform", work)
 
 
-def restarted(sim: Simulation, job_of: Callable[[int], Job] | None = None) -> None:
+def restarted(
+    sim: Simulation, job_of: Callable[[int], Job] | None = None, attempts: int = ATTEMPTS
+) -> None:
     """Starts a platform process that runs ``job_of(attempt)``, from attempt 0, until a job ends
-    without an error; at most ``ATTEMPTS``. By default it restarts the same command on new hosts."""
+    without an error; at most ``attempts``. By default it restarts the same command on new hosts."""
 
     def work() -> None:
-        for attempt in range(ATTEMPTS):
+        for attempt in range(attempts):
             job = job_of(attempt) if job_of is not None else sim.job(sim.training)
             job.start()
             while not job.launcher.dead or not job.over:
@@ -130,13 +132,14 @@ def restarted(sim: Simulation, job_of: Callable[[int], Job] | None = None) -> No
     on_platform(sim, work)
 
 
-def on_same_hosts(sim: Simulation, swapped: int | None = None) -> None:
+def on_same_hosts(sim: Simulation, swapped: int | None = None, attempts: int = ATTEMPTS) -> None:
     """A platform restarts the same command on the same hosts, which keep their caches, quotas and
     what lies in their memory. ``swapped``: at this attempt they change places."""
     hosts = [sim.cluster.host("", node) for node in range(sim.training.hosts)]
     restarted(
         sim,
         lambda attempt: sim.job(sim.training, hosts=hosts[::-1] if attempt == swapped else hosts),
+        attempts,
     )
 
 

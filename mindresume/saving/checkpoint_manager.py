@@ -373,8 +373,7 @@ class CheckpointManager:
         self._collected = None
         # the attempt to load the checkpoint has succeeded
         if self.pending.attempt is not None:
-            # NaN in the first step: the checkpoint may have it already
-            self.pending.end(FloatingPointError("a bad step") if self._is_bad else None)
+            self.pending.end()
         if self.policy.last_step is None:
             self.emit(FirstStepDone(step))
         self.policy.last_step = step
@@ -473,9 +472,11 @@ class CheckpointManager:
     def submit(self, save: Save) -> None:
         """Gives a collected state to the saver, unless this rank has saved the step and has only
         taken part in collecting it. Raises SaveError."""
-        if self._is_bad or save.step in self.policy.saved:
+        if save.step in self.policy.saved:
             return
-        self._collected = save
+        self._collected = save  # the tier in memory does not collect it again
+        if self._is_bad:
+            return
         self.policy.saved.add(save.step)
         self._saver.save(save)
         stall_seconds = self.policy.stalls[save.step] = runtime.monotonic() - self._save_began
