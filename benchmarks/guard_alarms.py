@@ -34,7 +34,6 @@ sys.path.insert(0, str(ROOT))
 
 from mindresume.report.advice import count_range  # noqa: E402
 from mindresume.saving.spike_rule import SpikeRule  # noqa: E402
-from st.pynative_run import PynativeRun  # noqa: E402
 from st.training_run import ONE_LAYER, Run, make_data  # noqa: E402
 
 CURVES = Path(__file__).with_name("guard_curves.json")
@@ -69,20 +68,12 @@ RECORDED: dict[str, tuple[str, int, str]] = {
     ),
     "Llama": ("quickstart_llama.yaml", 1, f"--epochs 3 {SHUFFLED}"),
     "four processes": ("quickstart_qwen3_dp2tp2.yaml", 4, f"--epochs 2 {SHUFFLED}"),
-    "PyNative": ("", 1, ""),
 }
 
 
 def train(name: str, data: Path, folder: Path) -> Run:
     """Trains one configuration to its end."""
     config, workers, words = RECORDED[name]
-    if not config:
-        changes = {
-            "training.steps": 1350,
-            "checkpoint.save_interleaved_steps": 10_000,
-            "train_dataset.dataloader.shuffle": True,
-        }
-        return PynativeRun(folder, data=data, changes=changes).start().wait_for_success(3600)
     run = Run(
         folder, config, data, workers, legacy="llama" in config, options=f"{ONE_LAYER} {words}"
     )
