@@ -39,7 +39,7 @@ from mindresume.fault_injection.faults import Fault
 from mindresume.formats import iterations, records, weight_files
 from mindresume.maintenance import repair, scrub
 from mindresume.model import manifest
-from mindresume.resume import bucket_source, memory_source, sources
+from mindresume.resume import bucket_source, memory_source, progress, sources
 from mindresume.saving import (
     async_saver,
     checkpoint_manager,
@@ -1064,6 +1064,52 @@ MUTANTS = [
         first=385,
         within=10,
         draws=each("kill host"),
+    ),
+    # ---- bad steps -------------------------------------------------------------------------------
+    mutant(
+        "bad steps: their samples are not skipped",
+        [Instead(progress, "skip_windows", lambda right: lambda position, *_: (position, 0, None))],
+        ("bad steps", "safetensors", ""),
+        STUCK,
+        deaths=False,
+        draws=undisturbed(),
+    ),
+    mutant(
+        "bad steps: a good batch is skipped with them",
+        [Edit(progress, "skip_windows", "math.ceil((end - now) / unit)", "(end - now + 1)")],
+        ("bad steps of nodes", "safetensors", ""),
+        WRONG,
+        deaths=False,
+        draws=undisturbed(),
+    ),
+    mutant(
+        "bad steps: a rank that has found one saves on",
+        [
+            Edit(
+                checkpoint_manager.CheckpointManager,
+                "submit",
+                "if self._is_bad:",
+                "if False:",
+            )
+        ],
+        ("bad steps", "safetensors", ""),
+        WRONG,
+        draws=undisturbed(),
+    ),
+    mutant(
+        "bad steps: the tier in memory collects a second time",
+        [
+            Edit(
+                checkpoint_manager.CheckpointManager,
+                "submit",
+                "self._collected = save",
+                "self._collected = None if self._is_bad else save",
+            )
+        ],
+        ("bad steps and a tier", "safetensors", ""),
+        STUCK,
+        deaths=False,
+        draws=undisturbed(),
     ),
     # ---- scrubs and repairs ----------------------------------------------------------------------
     mutant(
