@@ -114,7 +114,9 @@ def check_disks(
         not training.fresh
         # these stay, with the attempts to load them
         and not stale_choices
-        and not suspected,
+        and not suspected
+        # a node has its part of a save that a rank with a bad step did not make on another node
+        and not (training.bad and training.node_local),
     )
     return findings
 
