@@ -5,7 +5,7 @@ import json
 import math
 
 import pytest
-from manager_jobs import Arrays, FakeLoadAttempt, Job, committed, end_jobs
+from manager_jobs import Arrays, Job, committed, end_jobs
 from rank_folders import STORAGE, Ranks, dir_at
 
 from mindresume.coordination.collectives import SingleProcess
@@ -91,18 +91,6 @@ def test_a_note_that_cannot_be_read_stops_no_start(tmp_path):
     (tmp_path / FOLDER / BAD_STEPS).write_text("torn")
     found = chosen(tmp_path)
     assert found.chosen.step == 5 and any(BAD_STEPS in note for note in found.notes)
-
-
-@pytest.mark.parametrize("bad, result", [(1, ""), (2, "passed")])
-def test_nan_in_the_first_step_counts_as_a_failed_load(tmp_path, bad, result):
-    """The checkpoint may hold it already: after two of them an older one is taken. An empty text:
-    nothing but the checkpoint explains it."""
-    attempt = FakeLoadAttempt()
-    job = Job(tmp_path, settings=Settings.load({"guard": ROLLBACK}, {}), load_attempt=attempt)
-    with pytest.raises(BadStepError):
-        for job.step in (1, 2):
-            job.end_step(Valued(job, {bad: math.nan}))
-    assert attempt.result == result
 
 
 def test_warn_changes_nothing(tmp_path):
