@@ -249,6 +249,7 @@ class RankHeartbeat:
         """Records that the data of a step is there, and the network begins."""
         if self._left:
             self._page.waited += runtime.monotonic() - self._left
+            self._left = 0.0  # a step can fetch several batches
 
     def set_output(self, folder: str) -> None:
         """Records the output folder of the training; one that is too long is not recorded."""

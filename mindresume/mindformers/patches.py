@@ -477,6 +477,7 @@ def _step_begin(call: Call) -> Any:
 @wrapper
 def _get_batch(call: Call) -> Any:
     batch, context = call(), training_context.current()
+    heartbeat.begin_step()
     # with a broadcast among ranks it is on the device
     if context.proof is not None and not getattr(call.holder, "enable_data_broadcast", False):
         context.seen.batch(batch[name] for name in sorted(batch))
