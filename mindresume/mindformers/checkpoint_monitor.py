@@ -27,7 +27,7 @@ from mindspore.train import Callback
 from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import COMPILING, FIRST_STEP
 from mindresume.errors import ConfigError, RecordError, SaveError
-from mindresume.events import NetworkCompiled
+from mindresume.events import NetworkCompiled, warning
 from mindresume.formats.rank_folders import stem
 from mindresume.mindformers import adapter, heartbeat, training_context, upstream
 from mindresume.mindformers.training_saves import StateCollector, TrainingSaves, step_values
@@ -262,6 +262,17 @@ class FirstStep(Callback):
     CheckpointMonitor is compared, too. In the PyNative trainer ``checkpoint_load.check_loaded``
     does the same after the callbacks of a step.
     """
+
+    def on_train_begin(self, run_context: Any) -> None:
+        context = training_context.current()
+        settings = context.settings
+        if context.saves is None and (settings.guard.is_on or settings.publish.every_steps):
+            context.emit(
+                warning(
+                    "mindresume.guard and mindresume.publish do nothing in this training: it has "
+                    "no CheckpointMonitor. Add one to callbacks"
+                )
+            )
 
     def on_train_step_begin(self, run_context: Any) -> None:
         context, cb_params = training_context.current(), run_context.original_args()

@@ -14,11 +14,12 @@ import mindspore as ms  # noqa: E402
 from mindspore import nn  # noqa: E402
 
 from mindresume.errors import AlteredWeightsError  # noqa: E402
-from mindresume.events import NetworkCompiled  # noqa: E402
+from mindresume.events import WARNING, NetworkCompiled, Notice  # noqa: E402
 from mindresume.mindformers import configuration, network_state, training_context  # noqa: E402
 from mindresume.mindformers.network_state import LoadedWeights  # noqa: E402
 from mindresume.mindformers.patches import WRAPPERS  # noqa: E402
 from mindresume.mindformers.training_context import TrainingContext  # noqa: E402
+from mindresume.settings import Settings  # noqa: E402
 
 
 class Loader(ms.Callback):
@@ -62,9 +63,9 @@ def train(request, monkeypatch):
     monkeypatch.setattr(ms.Model, "train", WRAPPERS["Model.train"](ms.Model.train))
     ms.set_context(mode=request.param)
 
-    def run(callbacks, task=configuration.TRAIN, attempt=None):
+    def run(callbacks, task=configuration.TRAIN, attempt=None, **settings):
         emitted = []
-        context = training_context.set_current(TrainingContext(task=task))
+        context = training_context.set_current(TrainingContext(Settings.load(settings, {}), task))
         context.resources.emit, context.plan = emitted.append, SimpleNamespace(resumes=True)
         net = nn.Dense(3, 2)
         context.resources.pending_load.attempt = attempt
@@ -119,6 +120,11 @@ def test_parameters_that_mindspore_cuts_between_compilation_and_step_train(train
     train(counter)
     # weight; the bias is small
     assert counter.steps == 4 and cut == ["ndarray"] * 2 + ["Parameter", "ndarray"]
+
+
+def test_a_guard_that_no_monitor_asks_is_said_to_do_nothing(train):
+    emitted = train(None, guard={"nan": "rollback"})
+    assert [event.log_level for event in emitted if isinstance(event, Notice)] == [WARNING]
 
 
 class Attempt:
