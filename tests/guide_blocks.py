@@ -17,7 +17,15 @@ from mindresume.formats.parallel_plan import ParallelPlan, is_plan
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "README_CN.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHELL = ("shell", "bash", "sh", "console")
-NEEDS = ("Ascend", "ModelArts", "Kubernetes", "cluster", "network")
+NEEDS = (
+    "Ascend",
+    "ModelArts",
+    "Kubernetes",
+    "cluster",
+    "network",
+    "Prometheus",
+    "published weights",
+)
 _FENCE = re.compile(r"^(\s*)(`{3,}|~{3,})\s*([\w+-]*)")
 _MARK = re.compile(r"^\s*<!-- needs: (.*?) -->\s*$")
 
