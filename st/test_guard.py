@@ -70,7 +70,14 @@ def training(folder, data, device, options=""):
     )
 
 
-@pytest.mark.parametrize("options", ["", FORMAT_2, "--runner_config.sink_mode True"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        FORMAT_2,
+        pytest.param("", marks=pytest.mark.soak),
+        pytest.param("--runner_config.sink_mode True", marks=pytest.mark.soak),
+    ],
+)
 def test_a_run_that_was_rolled_back_equals_one_without_the_samples(
     tmp_path, samples, device, options
 ):

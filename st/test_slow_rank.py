@@ -35,7 +35,7 @@ def webhook():
     server.server_close()
 
 
-@pytest.mark.parametrize("slow", ["2", "none"])
+@pytest.mark.parametrize("slow", ["2", pytest.param("none", marks=pytest.mark.soak)])
 def test_the_rank_whose_data_comes_late_is_named(whole_four, tmp_path, slow, webhook):
     url, posted = webhook
     run = whole_four.like(tmp_path / "run", program=ROOT / "st" / "programs" / "slow_data.py")
