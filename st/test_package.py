@@ -128,7 +128,14 @@ def test_the_metadata_says_what_the_package_is(built):
         mindresume.__version__,
         "Apache-2.0",
     )
-    assert set(found.get_all("Provides-Extra")) == {"mindformers", "report", "s3", "docs", "test"}
+    assert set(found.get_all("Provides-Extra")) == {
+        "mindformers",
+        "report",
+        "metrics",
+        "s3",
+        "docs",
+        "test",
+    }
     assert "# mindresume" in str(found.get_payload())
     assert found["Requires-Python"] == ">=3.10"
 
