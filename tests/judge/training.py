@@ -267,6 +267,7 @@ def run(part: dict) -> None:
             callbacks=[observer],
         )
         trainer.train()
+        observer.write({"error": "", "finished": True})
     except BaseException as error:
         traceback.print_exc()
         observer.write({"error": f"{type(error).__name__}: {error}"})
