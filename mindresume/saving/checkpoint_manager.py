@@ -262,14 +262,11 @@ class CheckpointManager:
 
     def _emit_of_saver(self, event: Event) -> None:
         """Receives the events of the saver, in any thread."""
-        if isinstance(event, SaveCommitted) and event.run_id is None and self._tier is not None:
-            self._tier.notes.committed(event.step)
-        if (
-            isinstance(event, SaveCommitted)
-            and event.run_id is None
-            and self._publisher is not None
-        ):
-            self._publisher.committed(event.step)
+        if isinstance(event, SaveCommitted) and event.run_id is None:
+            if self._tier is not None:
+                self._tier.notes.committed(event.step)
+            if self._publisher is not None:
+                self._publisher.committed(event.step)
         self.emit(event)
 
     def _start_uploader(self, remote: RemoteCheckpoints) -> Uploader:
@@ -513,7 +510,7 @@ class CheckpointManager:
             raise self._end_bad(step, findings)
         if self._end_errors:
             raise self._end_errors[0]
-        failing = [rank for rank, (_, fails, _) in enumerate(rows) if fails]
+        failing = [rank for rank, row in enumerate(rows) if row[1]]
         if failing:
             raise SaveError(
                 f"the training ends at step {step}, because rank {listed(failing)} ends with an "
